@@ -101,6 +101,53 @@ impl Lan {
         lan
     }
 
+    /// dnsmasq with DHCPv4 and DHCPv6: a hundred addresses from 2001:db8:1::5 on, and these
+    /// arguments. It advertises only if these say so.
+    pub fn dual(arguments: &[&str]) -> Lan {
+        let lan = Lan::silent();
+        lan.node.ip(&["address add 2001:db8:1::1/64 dev lan nodad"]);
+        lan.serve_dual(arguments);
+        lan
+    }
+
+    /// Starts that dnsmasq, in the place of the server that runs.
+    pub fn serve_dual(&self, arguments: &[&str]) {
+        self.serve(10, &[&["--dhcp-range=2001:db8:1::5,2001:db8:1::69,64,120"], arguments].concat());
+    }
+
+    /// Kea's DHCPv6 server, with ten addresses from 2001:db8:1::5 on.
+    pub fn kea6() -> Lan {
+        let mut lan = Lan::silent();
+        lan.kind = Server::Kea;
+        lan.node.ip(&["address add 2001:db8:1::1/64 dev lan nodad"]);
+        // Kea does not listen on a tentative address.
+        until("the server has a link-local address", || {
+            let argv = ["ip", "-6", "-o", "address", "show", "dev", "lan", "scope", "link", "-tentative"];
+            lan.node.exec(&argv).contains("fe80:")
+        });
+        lan.serve_kea6(&json!({}));
+        lan
+    }
+
+    /// Starts that Kea with these keys of its configuration, in the place of the server that runs.
+    pub fn serve_kea6(&self, keys: &Value) {
+        let subnet = json!({
+            "id": 1, "subnet": "2001:db8:1::/64", "interface": "lan", "rapid-commit": true,
+            "pools": [{"pool": "2001:db8:1::5 - 2001:db8:1::e"}],
+            "option-data": [
+                {"name": "dns-servers", "data": "2001:db8:1::53"},
+                {"name": "domain-search", "data": "lan.example"},
+            ],
+        });
+        let config = json!({
+            "interfaces-config": {"interfaces": ["lan"]},
+            "data-directory": self.node.dir(),
+            "valid-lifetime": 120, "preferred-lifetime": 100, "renew-timer": 60, "rebind-timer": 90,
+            "subnet6": [crate::patched(subnet, keys.clone())],
+        });
+        self.start_kea(6, &probe::kea6().unwrap(), config);
+    }
+
     /// A server with ten addresses from 192.168.1.5 on, which names itself as the router.
     pub fn of(kind: Server) -> Lan {
         let mut lan = Lan::silent();
@@ -167,7 +214,6 @@ impl Lan {
     }
 
     fn serve_kea(&self, reserved: &[(&str, &str)]) {
-        self.stop();
         let root = probe::kea().unwrap();
         let reserved = reserved.iter().map(|(mac, address)| json!({"hw-address": mac, "ip-address": address}));
         let subnet = json!({
@@ -176,14 +222,21 @@ impl Lan {
             "reservations": reserved.collect::<Vec<_>>(),
             "option-data": [{"name": "routers", "data": "192.168.1.1"}],
         });
-        let output = json!([{"output": "stdout", "flush": true}]);
-        let config = json!({"Dhcp4": {
+        let config = json!({
             "interfaces-config": {"interfaces": ["lan"], "dhcp-socket-type": "raw"},
-            "lease-database": {"type": "memfile", "name": self.file("leases"), "lfc-interval": 0},
             "valid-lifetime": 120, "renew-timer": 60, "rebind-timer": 105, "authoritative": true,
             "subnet4": [subnet],
-            "loggers": [{"name": "kea-dhcp4", "severity": "INFO", "output_options": output}],
-        }});
+        });
+        self.start_kea(4, &root, config);
+    }
+
+    fn start_kea(&self, version: u8, root: &Path, mut config: Value) {
+        self.stop();
+        let output = json!([{"output": "stdout", "flush": true}]);
+        let name = format!("kea-dhcp{version}");
+        config["lease-database"] = json!({"type": "memfile", "name": self.file("leases"), "lfc-interval": 0});
+        config["loggers"] = json!([{"name": name, "severity": "INFO", "output_options": output}]);
+        let config = json!({(format!("Dhcp{version}")): config});
         let config = self.node.file("kea.conf", config.to_string()).display().to_string();
         // A program of Debian's finds its libraries in the system's folders, where these are not.
         let libraries = fs::read_dir(root.join("usr/lib")).unwrap().flatten().map(|entry| entry.path());
@@ -196,11 +249,11 @@ impl Lan {
             ("KEA_LOCKFILE_DIR", folder),
         ];
         // The killed one's.
-        let _ = fs::remove_file(self.node.dir().join("kea.kea-dhcp4.pid"));
-        let program = root.join("usr/sbin/kea-dhcp4").display().to_string();
+        let _ = fs::remove_file(self.node.dir().join(format!("kea.{name}.pid")));
+        let program = root.join("usr/sbin").join(&name).display().to_string();
         let server = Process::start_with(&self.node, "server.log", &[&program, "-c", &config], &environment);
         *self.server.lock().unwrap() = Some(server);
-        until("the server runs", || self.log().contains("DHCP4_STARTED"));
+        until("the server runs", || self.log().contains(&format!("DHCP{version}_STARTED")));
     }
 
     /// Ends the server, if there is one.
@@ -232,7 +285,9 @@ impl Lan {
                 Server::Kea => {
                     let fields: Vec<&str> = line.split(',').collect();
                     leased.retain(|address| address != fields[0]);
-                    if fields[0] != "address" && fields[3] != "0" {
+                    // DHCPv6 has its time before the time of the end.
+                    let time = if fields[0].contains(':') { 2 } else { 3 };
+                    if fields[0] != "address" && fields[time] != "0" {
                         leased.push(fields[0].to_owned());
                     }
                 }

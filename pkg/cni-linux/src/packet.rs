@@ -6,10 +6,10 @@
 //! interfaces of one machine.
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
-use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrIn, sockopt};
+use nix::sys::socket::{self, AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrStorage, sockopt};
 
 use crate::mac::Mac;
 use crate::sys;
@@ -190,12 +190,13 @@ impl AsFd for PacketSocket {
 ///
 /// # Errors
 /// EADDRNOTAVAIL if this host does not have the address, ENODEV if the interface does not exist.
-pub fn udp_socket(local: SocketAddrV4, interface: &str) -> io::Result<UdpSocket> {
+pub fn udp_socket(local: SocketAddr, interface: &str) -> io::Result<UdpSocket> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket::socket(AddressFamily::Inet, SockType::Datagram, flags, SockProtocol::Udp)?;
+    let family = if local.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let fd = socket::socket(family, SockType::Datagram, flags, SockProtocol::Udp)?;
     socket::setsockopt(&fd, sockopt::ReuseAddr, &true)?;
     socket::setsockopt(&fd, sockopt::BindToDevice, &interface.into())?;
-    socket::bind(fd.as_raw_fd(), &SockaddrIn::from(local))?;
+    socket::bind(fd.as_raw_fd(), &SockaddrStorage::from(local))?;
     Ok(fd.into())
 }
 
@@ -244,9 +245,9 @@ mod tests {
                 netlink.wait_carrier(&watch.unwrap(), index, deadline, &machine).unwrap();
             }
             host.add_address(veth.index, "10.1.0.1/24".parse().unwrap(), Dad::Skip).unwrap();
-            let refused = udp_socket(datagram(b"").from, "veth0").unwrap_err();
+            let refused = udp_socket(datagram(b"").from.into(), "veth0").unwrap_err();
             assert_eq!(refused.raw_os_error(), Some(libc::EADDRNOTAVAIL));
-            let server = udp_socket(datagram(b"").to, "veth0").unwrap();
+            let server = udp_socket(datagram(b"").to.into(), "veth0").unwrap();
             let wait = |fd: BorrowedFd<'_>| {
                 poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], PollTimeout::from(20_000_u16)).unwrap()
             };

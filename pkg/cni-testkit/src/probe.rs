@@ -126,6 +126,13 @@ pub fn kea() -> Result<PathBuf, String> {
     found.ok_or_else(|| "no kea-dhcp4 (Debian's package kea-dhcp4-server)".to_owned())
 }
 
+/// Returns the folder that contains the DHCPv6 server Kea as `usr/sbin/kea-dhcp6`, as [`kea`] does.
+pub fn kea6() -> Result<PathBuf, String> {
+    let mut places = unpacked("dhcp-servers/kea-dhcp6-server/root")?.into_iter().chain(["/".into()]);
+    let found = places.find(|root| root.join("usr/sbin/kea-dhcp6").is_file());
+    found.ok_or_else(|| "no kea-dhcp6 (Debian's package kea-dhcp6-server)".to_owned())
+}
+
 /// Returns the path of a program of Prometheus that `scripts/test` has unpacked into the target
 /// folder: `promtool` or `prometheus-node-exporter`.
 pub fn prometheus(program: &str) -> Result<PathBuf, String> {

@@ -185,6 +185,11 @@ impl DaemonConnection<'_> {
 /// Returns the daemon's error. Other programs compare Go's text, so a reason that follows it
 /// becomes the details.
 fn daemon_error(doing: &str, text: &str) -> Error {
+    // Go's text of an unknown call.
+    if text.starts_with("rpc: can't find") && doing.ends_with(Method::AllocateIpv6.name()) {
+        return Error::new(Code::TRY_AGAIN, format!("{doing}: the daemon does not support DHCPv6"))
+            .with_details("start the daemon of these plugins instead, or remove the key ipv6");
+    }
     let reason = text.strip_prefix(NO_MORE_TRIES).and_then(|rest| rest.strip_prefix(": "));
     match reason {
         Some(reason) => Error::new(Code::TRY_AGAIN, format!("{doing}: {NO_MORE_TRIES}")).with_details(reason),

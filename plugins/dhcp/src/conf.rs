@@ -8,6 +8,7 @@ use cni::json::{Json, UnknownKey};
 use cni::result::Route;
 use cni::{Error, Result};
 use cni_dhcp::message::DEFAULT_REQUEST;
+use cni_dhcp::message::v6::{MAX_DUID, MIN_DUID};
 use serde::{Deserialize, Serialize};
 
 use crate::option::option_code;
@@ -33,6 +34,9 @@ struct Ipam {
     provide: Vec<Provide>,
     request: Vec<Request>,
     routes: Vec<Route>,
+    ipv4: Option<bool>,
+    ipv6: Option<String>,
+    client_id: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
@@ -60,6 +64,15 @@ pub(crate) enum MtuTarget {
     Interface,
 }
 
+/// What DHCPv6 is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ipv6Mode {
+    /// An address, and name resolution.
+    Stateful,
+    /// Name resolution only.
+    Stateless,
+}
+
 /// The keys of `ipam`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Conf {
@@ -75,6 +88,12 @@ pub(crate) struct Conf {
     pub(crate) mtu_target: MtuTarget,
     /// The routes that are added to those of the lease.
     pub(crate) routes: Vec<Route>,
+    /// Whether a DHCPv4 lease is requested.
+    pub(crate) has_ipv4: bool,
+    /// `None` without DHCPv6.
+    pub(crate) ipv6: Option<Ipv6Mode>,
+    /// The DUID of the configuration.
+    pub(crate) duid: Option<Vec<u8>>,
 }
 
 impl Conf {
@@ -86,6 +105,21 @@ impl Conf {
     pub(crate) fn read(conf: &NetConf, args: &str) -> Result<Conf> {
         let ipam = conf.decode::<Keys>()?.ipam;
         let listed = listed_options(&ipam.request)?;
+        let ipv6 = parse_mode(ipam.ipv6.as_deref().unwrap_or_default())?;
+        let has_ipv4 = ipam.ipv4.unwrap_or(true);
+        let duid = ipam.client_id.as_deref().filter(|text| !text.is_empty()).map(parse_duid).transpose()?;
+        match ipv6 {
+            None if !has_ipv4 => return Err(Error::config("\"ipv4\": false needs \"ipv6\": \"stateful\"")),
+            Some(Ipv6Mode::Stateless) if !has_ipv4 => {
+                return Err(Error::config("\"ipv4\": false needs \"ipv6\": \"stateful\"")
+                    .with_details("\"stateless\" requests no address"));
+            }
+            None if duid.is_some() => {
+                return Err(Error::config("clientId needs the key ipv6")
+                    .with_details("provide has the client identifier of DHCPv4, dhcp-client-identifier"));
+            }
+            _ => {}
+        }
         Ok(Conf {
             socket: socket(conf),
             priority: Some(ipam.priority).filter(|priority| *priority != 0),
@@ -93,8 +127,32 @@ impl Conf {
             mtu_target: if listed.contains(&INTERFACE_MTU) { MtuTarget::Interface } else { MtuTarget::Routes },
             request: requested_options(listed, &ipam.request),
             routes: ipam.routes,
+            has_ipv4,
+            ipv6,
+            duid,
         })
     }
+}
+
+/// Parses `ipv6`. Returns `None` if it is empty.
+fn parse_mode(text: &str) -> Result<Option<Ipv6Mode>> {
+    match text {
+        "" => Ok(None),
+        "stateful" => Ok(Some(Ipv6Mode::Stateful)),
+        "stateless" => Ok(Some(Ipv6Mode::Stateless)),
+        _ => Err(Error::config(format!("invalid ipv6 {text:?}: must be stateful or stateless"))),
+    }
+}
+
+/// Parses `clientId`: the bytes of a DUID in hexadecimal, separated by colons.
+fn parse_duid(text: &str) -> Result<Vec<u8>> {
+    let is_byte = |part: &&str| part.len() == 2 && part.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let parse = |part: &str| Some(part).filter(is_byte).and_then(|part| u8::from_str_radix(part, 16).ok());
+    let duid: Option<Vec<u8>> = text.split(':').map(parse).collect();
+    duid.filter(|duid| (MIN_DUID..=MAX_DUID).contains(&duid.len())).ok_or_else(|| {
+        let bytes = format!("a DUID is {MIN_DUID} to {MAX_DUID} bytes of two hexadecimal digits, separated by colons");
+        Error::config(format!("invalid clientId {text:?}")).with_details(bytes)
+    })
 }
 
 /// Returns the codes and values of the options in `provide`. If CNI_ARGS (`args`) has the key that

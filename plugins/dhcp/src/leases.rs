@@ -1,6 +1,5 @@
 //! Lists the recorded leases, for cnitool.
 
-use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -22,8 +21,10 @@ pub struct Lease {
     pub ifname: String,
     /// The leased address.
     pub address: Cidr,
-    /// The address of the server.
-    pub server: Ipv4Addr,
+    /// The address of the server, or the DUID of a DHCPv6 server.
+    pub server: String,
+    /// The time servers of a DHCPv6 lease.
+    pub ntp: Vec<String>,
     /// The times, or `None` if the address was requested and the server has not answered yet.
     pub times: Option<Times>,
     /// The last error since the lease was granted.
@@ -83,7 +84,7 @@ fn lease_of(record: Record) -> Option<Lease> {
             (&lease.terms, Some(times))
         }
     };
-    let (address, server) = (terms.cidr, terms.server);
+    let (address, server, ntp) = (terms.cidr, terms.server.to_string(), terms.ntp.clone());
     let Record { network, container_id, ifname, error, .. } = record;
-    Some(Lease { network, container_id, ifname, address, server, times, error })
+    Some(Lease { network, container_id, ifname, address, server, ntp, times, error })
 }

@@ -61,14 +61,14 @@ impl Plugin for Dhcp {
         let mut rollback = call.rollback();
         let (daemon_of_undo, args_of_undo) = (daemon.for_undo(&call.conf), args.clone());
         rollback.push("release the lease", move || daemon_of_undo.call(Method::Release, &args_of_undo)?.map(drop));
-        let result = connection.call(Method::Allocate, &args)??;
+        let result = connection.call(allocation(call)?, &args)??;
         Ok(Added { result, rollback })
     }
 
     /// Checks that the daemon has a lease for the attachment. As in Go, the daemon acquires one if
     /// there is none.
     fn check(&self, call: &Call<'_>) -> Result<()> {
-        DaemonClient::for_call(call)?.call(Method::Allocate, &cmd_args(call))?.map(drop)
+        DaemonClient::for_call(call)?.call(allocation(call)?, &cmd_args(call))?.map(drop)
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
@@ -78,7 +78,8 @@ impl Plugin for Dhcp {
             // The daemon does not answer. Without a record there is no lease to release.
             Err(error) => {
                 let key = record::key(&call.container_id, call.conf.name(), &call.ifname);
-                match Records::for_socket(&daemon.socket).find(&key)? {
+                let records = Records::for_socket(&daemon.socket);
+                match records.find(&key)?.or(records.find(&record::key_v6(&key))?) {
                     None => Ok(()),
                     Some(_) => {
                         let why = "the attachment has a lease, which only the DHCP daemon can release";
@@ -112,6 +113,12 @@ impl Plugin for Dhcp {
     fn status(&self, call: &Call<'_>) -> Result<()> {
         DaemonClient::for_call(call)?.greet().map(drop).map_err(|error| error.with_code(Code::NOT_AVAILABLE))
     }
+}
+
+/// Returns the call that acquires the leases of the configuration.
+fn allocation(call: &Call<'_>) -> Result<Method> {
+    let conf = Conf::read(&call.conf, &call.environment.args)?;
+    Ok(if conf.ipv6.is_some() { Method::AllocateIpv6 } else { Method::Allocate })
 }
 
 /// Returns the arguments with which the plugin was called, in the form in which the daemon gets

@@ -3,20 +3,21 @@
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
+use std::net::Ipv6Addr;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use cni::hash::sha512_hex;
 use cni::result::{AddResult, Route};
 use cni::{Code, Error, Result};
-use cni_dhcp::lease::Lease;
-use cni_dhcp::message::{Client, LeaseParameters, RouteChoices};
+use cni_dhcp::lease::{Identity, Lease};
+use cni_dhcp::message::{LeaseParameters, RouteChoices};
 use cni_linux::file::replace;
 use serde::{Deserialize, Serialize};
 
 use crate::conf::MtuTarget;
 
-/// The record of one attachment.
+/// The record of one lease. An attachment with both protocols has two.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) container_id: String,
@@ -37,7 +38,7 @@ pub(crate) struct Record {
     #[serde(default)]
     pub(crate) mtu_target: MtuTarget,
     /// The identity that the client sends.
-    pub(crate) client: Client,
+    pub(crate) client: Identity,
     // The key keeps its original name, so that existing records stay readable.
     #[serde(rename = "held")]
     pub(crate) lease: RecordedLease,
@@ -60,12 +61,17 @@ pub(crate) enum RecordedLease {
 impl Record {
     /// Returns the result of a lease on an interface with this MTU, if that is known.
     pub(crate) fn result(&self, terms: &LeaseParameters, link_mtu: Option<u32>) -> AddResult {
-        terms.result(&RouteChoices { priority: self.priority, link_mtu, routes: &self.routes })
+        let mut result = terms.result(&RouteChoices { priority: self.priority, link_mtu, routes: &self.routes });
+        for server in &mut result.dns.nameservers {
+            *server = with_zone(server, &self.ifname);
+        }
+        result
     }
 
-    /// Returns the key of the attachment.
+    /// Returns the key of the lease: that of the attachment, or that of its DHCPv6 lease.
     pub(crate) fn key(&self) -> String {
-        key(&self.container_id, &self.network, &self.ifname)
+        let key = key(&self.container_id, &self.network, &self.ifname);
+        if self.client.is_v6() { key_v6(&key) } else { key }
     }
 }
 
@@ -73,6 +79,21 @@ impl Record {
 /// contains it.
 pub(crate) fn key(container_id: &str, network: &str, ifname: &str) -> String {
     format!("{container_id}/{network}/{ifname}")
+}
+
+/// Returns the key of an attachment's DHCPv6 lease. No name contains a slash, so no other
+/// attachment has it.
+pub(crate) fn key_v6(key: &str) -> String {
+    format!("{key}/ipv6")
+}
+
+/// Returns the address of a name server. A link-local one gets the interface's name as its zone,
+/// without which a resolver cannot reach it.
+pub(crate) fn with_zone(server: &str, ifname: &str) -> String {
+    match server.parse::<Ipv6Addr>() {
+        Ok(address) if address.is_unicast_link_local() => format!("{server}%{ifname}"),
+        _ => server.to_owned(),
+    }
 }
 
 /// The folder of the records.

@@ -1,9 +1,12 @@
 //! The states of a DHCP client (RFC 2131, figure 5): when to send which message, and what an answer
-//! changes.
+//! changes. A DHCPv6 client (RFC 8415) has the same states and waits, and two more: it checks that
+//! no other host has a new address, and declines one that another host has.
 //!
 //! Nothing here waits or sends. The caller sends the messages that [`Session::step`] returns, and
 //! calls [`Session::receive`] with the answers. Times are durations since the boot of the machine,
 //! so that those of a recorded lease remain valid after a restart of the daemon.
+
+mod client;
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -11,7 +14,10 @@ use std::time::Duration;
 use cni::Cidr;
 use serde::{Deserialize, Serialize};
 
-use crate::message::{Ask, Client, LeaseParameters, Reply, v4};
+use crate::message::v6::Information;
+use crate::message::{Client, LeaseParameters, Reply, Server, v4};
+pub use client::Identity;
+use client::Search;
 
 /// The wait before the first message is repeated. It doubles with each repetition. It is short
 /// because messages may get lost right after the link has come up.
@@ -97,6 +103,8 @@ pub enum Path {
         /// The server's address.
         to: Ipv4Addr,
     },
+    /// From the interface's link-local address to all DHCPv6 servers and relays on the link.
+    Multicast,
 }
 
 /// What the caller has to do next.
@@ -109,6 +117,8 @@ pub enum Step {
     Listen(Duration, Path),
     /// Do nothing until this time, without an open socket, and call `step` again.
     Sleep(Duration),
+    /// Check that no other host has this address, and call [`Session::probed`].
+    Probe(Cidr),
     /// Give up, for this reason: no server has granted the first lease in time, or an option, such
     /// as the client identifier, is too long for a message.
     Failed(String),
@@ -117,8 +127,11 @@ pub enum Step {
 /// A change of the lease, by an answer or because a time has passed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// A server has offered an address, which the client will request.
+    /// A server has offered an address, which the client will request, or has leased one that the
+    /// client has not requested.
     Offered(LeaseParameters),
+    /// A server has sent what a client without an address asked for.
+    Informed(Information),
     /// A server has granted a lease to a client without one, or has confirmed the adopted lease.
     Acquired,
     /// A server has extended the lease, with the same address.
@@ -138,6 +151,10 @@ enum State {
     Searching,
     /// It requests the address of this offer (REQUESTING).
     Requesting(LeaseParameters),
+    /// It has a lease, and checks that no other host has the address.
+    Probing(Lease),
+    /// It reports to the server of these parameters that another host has the address.
+    Declining(LeaseParameters),
     /// It asks whether the lease of this address is still valid. The lease's other parameters are
     /// not known (REBOOTING).
     Confirming(Cidr),
@@ -149,36 +166,10 @@ enum State {
     Rebinding(Lease),
 }
 
-/// What has happened during the search for the first lease.
-#[derive(Clone, Copy, Debug, Default)]
-struct Search {
-    /// How many messages have been sent.
-    asked: u32,
-    /// How many offers were accepted.
-    offers: u32,
-    /// How many times a server has refused the address that it had offered.
-    refusals: u32,
-}
-
-impl Search {
-    /// Describes a search that has found nothing within `total`.
-    fn failure(self, total: Duration) -> String {
-        let Search { asked, offers, refusals } = self;
-        let times = if asked == 1 { "1 message".to_owned() } else { format!("{asked} messages") };
-        let seconds = total.as_secs_f64();
-        match offers {
-            0 => format!("no DHCP server answered: {times} sent in {seconds} s"),
-            _ => format!(
-                "no DHCP server granted a lease: {times} sent in {seconds} s, {offers} offers and {refusals} refusals received"
-            ),
-        }
-    }
-}
-
 /// The DHCP client of one attachment.
 #[derive(Clone, Debug)]
 pub struct Session {
-    client: Client,
+    client: Identity,
     limits: Limits,
     state: State,
     /// The time by which a server must have granted the first lease. `None` once the client has, or
@@ -192,6 +183,8 @@ pub struct Session {
     tries: u32,
     /// What has happened until the first lease.
     search: Search,
+    /// When this state's exchange with servers began.
+    begun: Duration,
     /// When the last message was sent.
     sent: Duration,
     /// When the next message is due.
@@ -200,7 +193,7 @@ pub struct Session {
 
 impl Session {
     /// Returns a client without a lease. `random` is the seed of its transaction numbers.
-    pub fn new(client: Client, limits: Limits, random: u64, now: Duration) -> Session {
+    pub fn new(client: Identity, limits: Limits, random: u64, now: Duration) -> Session {
         let deadline = Some(now.saturating_add(limits.total));
         let mut session = Session {
             client,
@@ -212,6 +205,7 @@ impl Session {
             xid: 0,
             tries: 0,
             search: Search::default(),
+            begun: now,
             sent: now,
             next: now,
         };
@@ -220,7 +214,7 @@ impl Session {
     }
 
     /// Returns a client with a recorded lease.
-    pub fn resume(client: Client, limits: Limits, random: u64, lease: Lease) -> Session {
+    pub fn resume(client: Identity, limits: Limits, random: u64, lease: Lease) -> Session {
         let mut session = Session::new(client, limits, random, lease.since);
         session.deadline = None;
         session.state = State::Bound(lease);
@@ -230,7 +224,7 @@ impl Session {
     /// Returns a client with an address that another daemon, such as Go's, has leased for it. The
     /// other parameters of the lease are not known.
     pub fn adopt(client: Client, limits: Limits, random: u64, cidr: Cidr, now: Duration) -> Session {
-        let mut session = Session::new(client, limits, random, now);
+        let mut session = Session::new(Identity::V4(client), limits, random, now);
         session.deadline = None;
         session.state = State::Confirming(cidr);
         session
@@ -240,12 +234,16 @@ impl Session {
     pub fn lease(&self) -> Option<&Lease> {
         match &self.state {
             State::Bound(lease) | State::Renewing(lease) | State::Rebinding(lease) => Some(lease),
-            State::Searching | State::Requesting(_) | State::Confirming(_) => None,
+            State::Searching
+            | State::Requesting(_)
+            | State::Probing(_)
+            | State::Declining(_)
+            | State::Confirming(_) => None,
         }
     }
 
     /// Returns the identity that the client sends.
-    pub fn client(&self) -> &Client {
+    pub fn client(&self) -> &Identity {
         &self.client
     }
 
@@ -259,6 +257,7 @@ impl Session {
     fn enter(&mut self, state: State, now: Duration) {
         self.state = state;
         self.tries = 0;
+        self.begun = now;
         self.next = now;
         // The generator splitmix64, which needs only one random number as its seed.
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -287,41 +286,38 @@ impl Session {
         if self.deadline.is_some_and(|deadline| now >= deadline) {
             return Step::Failed(self.search.failure(self.limits.total));
         }
-        if self.is_offer_given_up(now) {
+        if self.is_given_up(now) {
             self.enter(State::Searching, now);
         }
-        let (ask, path) = match &self.state {
+        let path = match &self.state {
             State::Bound(lease) => return Step::Sleep(lease.t1()),
-            State::Searching => (Ask::Discover, Path::Broadcast),
-            State::Requesting(offer) => {
-                (Ask::Select { address: offer.address(), server: offer.server }, Path::Broadcast)
-            }
-            State::Confirming(cidr) => (Ask::Confirm { address: v4(*cidr) }, Path::Broadcast),
-            State::Renewing(lease) => {
-                let (address, to) = (lease.terms.address(), lease.terms.server);
-                (Ask::Extend { address }, Path::Unicast { from: address, to })
-            }
-            State::Rebinding(lease) => {
-                let address = lease.terms.address();
-                (Ask::Extend { address }, Path::BroadcastFrom(address))
-            }
+            State::Probing(lease) => return Step::Probe(lease.terms.cidr),
+            _ if self.client.is_v6() => Path::Multicast,
+            State::Renewing(Lease { terms, .. }) => match terms.server {
+                Server::Ipv4(to) => Path::Unicast { from: terms.address(), to },
+                Server::Duid(_) => Path::Multicast,
+            },
+            State::Rebinding(lease) => Path::BroadcastFrom(lease.terms.address()),
+            State::Searching | State::Requesting(_) | State::Declining(_) | State::Confirming(_) => Path::Broadcast,
         };
-        if now >= self.next { self.send(ask, path, now) } else { self.wait(path, now) }
+        if now >= self.next { self.send(path, now) } else { self.wait(path, now) }
     }
 
     /// Whether the server has not answered the last of the requests for the address that it had
-    /// offered.
-    fn is_offer_given_up(&self, now: Duration) -> bool {
-        matches!(self.state, State::Requesting(_)) && self.tries >= SELECT_TRIES && now >= self.next
+    /// offered, or of the messages that decline it.
+    fn is_given_up(&self, now: Duration) -> bool {
+        let is_limited = matches!(self.state, State::Requesting(_) | State::Declining(_));
+        is_limited && self.tries >= SELECT_TRIES && now >= self.next
     }
 
-    /// Returns the step that sends a message, and plans its repetition.
-    fn send(&mut self, ask: Ask, path: Path, now: Duration) -> Step {
+    /// Returns the step that sends this state's message, and plans its repetition.
+    fn send(&mut self, path: Path, now: Duration) -> Step {
         self.next = self.repetition(now);
         self.tries += 1;
         self.search.asked += 1;
         self.sent = now;
-        match self.client.write(ask, self.xid) {
+        let elapsed = now.saturating_sub(self.begun);
+        match self.client.write(&self.state, self.xid, elapsed) {
             Ok(bytes) => Step::Send(bytes, path),
             Err(text) => Step::Failed(text),
         }
@@ -372,18 +368,33 @@ impl Session {
                 self.enter_in_transaction(State::Requesting(terms.clone()), now);
                 Some(Change::Offered(terms))
             }
+            (State::Searching, Reply::Committed(terms)) => {
+                self.search.offers += 1;
+                self.state = State::Probing(Lease { terms: terms.clone(), since });
+                Some(Change::Offered(terms))
+            }
+            (State::Searching, Reply::Information(information)) if self.client.is_stateless() => {
+                Some(Change::Informed(information))
+            }
             (State::Requesting(offer), Reply::Ack(terms))
                 if offer.server == terms.server && offer.cidr == terms.cidr =>
             {
+                let lease = Lease { terms, since };
+                if self.client.is_v6() {
+                    self.state = State::Probing(lease);
+                    return None;
+                }
                 self.deadline = None;
-                self.state = State::Bound(Lease { terms, since });
+                self.state = State::Bound(lease);
                 Some(Change::Acquired)
+            }
+            (State::Declining(_), Reply::Ack(_) | Reply::Nak(_) | Reply::Information(_)) => {
+                self.search_after_pause(now);
+                None
             }
             (State::Requesting(offer), Reply::Nak(server)) if offer.server == server => {
                 self.search.refusals += 1;
-                self.enter(State::Searching, now);
-                // Without this pause, a server that always refuses would be asked in a busy loop.
-                self.next = now.saturating_add(REFUSED_WAIT);
+                self.search_after_pause(now);
                 None
             }
             (State::Confirming(cidr), Reply::Ack(terms)) if v4(cidr) == terms.address() => {
@@ -397,16 +408,11 @@ impl Session {
                 Some(Change::Lost(cidr))
             }
             (State::Renewing(lease), Reply::Ack(terms))
-                if lease.terms.server == terms.server && lease.terms.cidr == terms.cidr =>
+                if lease.terms.server == terms.server && (lease.terms.cidr == terms.cidr || self.client.is_v6()) =>
             {
-                self.state = State::Bound(Lease { terms, since });
-                Some(Change::Extended)
+                Some(self.extend(lease.terms.cidr, Lease { terms, since }))
             }
-            (State::Rebinding(lease), Reply::Ack(terms)) => {
-                let has_moved = lease.terms.cidr != terms.cidr;
-                self.state = State::Bound(Lease { terms, since });
-                Some(if has_moved { Change::Moved(lease.terms.cidr) } else { Change::Extended })
-            }
+            (State::Rebinding(lease), Reply::Ack(terms)) => Some(self.extend(lease.terms.cidr, Lease { terms, since })),
             (State::Renewing(lease), Reply::Nak(server)) if lease.terms.server == server => {
                 self.enter(State::Searching, now);
                 Some(Change::Lost(lease.terms.cidr))
@@ -417,6 +423,34 @@ impl Session {
             }
             _ => None,
         }
+    }
+
+    /// Continues with an extended lease. `old` is the address until now: a server may replace it.
+    fn extend(&mut self, old: Cidr, lease: Lease) -> Change {
+        let has_moved = old != lease.terms.cidr;
+        self.state = State::Bound(lease);
+        if has_moved { Change::Moved(old) } else { Change::Extended }
+    }
+
+    /// Continues after [`Step::Probe`]. If the address is not unique, the client declines it and
+    /// searches for another.
+    pub fn probed(&mut self, is_unique: bool, now: Duration) -> Option<Change> {
+        let State::Probing(lease) = self.state.clone() else { return None };
+        if is_unique {
+            self.deadline = None;
+            self.state = State::Bound(lease);
+            return Some(Change::Acquired);
+        }
+        self.search.duplicates += 1;
+        self.enter(State::Declining(lease.terms), now);
+        None
+    }
+
+    /// Searches again after a pause. Without it, a server that always refuses, or always offers an
+    /// address of another host, would be asked in a busy loop.
+    fn search_after_pause(&mut self, now: Duration) {
+        self.enter(State::Searching, now);
+        self.next = now.saturating_add(REFUSED_WAIT);
     }
 
     /// Enters a state that continues the transaction of the previous state.
@@ -434,11 +468,11 @@ impl Session {
     pub fn release(&mut self, terms: &LeaseParameters) -> Result<(Vec<u8>, Path), String> {
         // This only begins a transaction. The state and its time are not used any more.
         self.enter(State::Searching, self.sent);
-        let (from, to) = (terms.address(), terms.server);
-        let bytes = self.client.write(Ask::Release { address: from, server: to }, self.xid)?;
-        Ok((bytes, Path::Unicast { from, to }))
+        self.client.release(terms, self.xid)
     }
 }
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod v6_tests;

@@ -29,7 +29,7 @@ fn sent(session: &mut Session, now: Duration) -> (u8, Ipv4Addr, Path) {
 }
 
 fn new() -> Session {
-    Session::new(client(), Limits::default(), 42, s(0))
+    Session::new(Identity::V4(client()), Limits::default(), 42, s(0))
 }
 
 fn bound() -> Session {
@@ -62,6 +62,7 @@ fn messages_are_repeated_until_the_time_is_up() {
         match session.step(now) {
             Step::Send(..) => times.push((now - s(0)).as_millis()),
             Step::Listen(until, _) | Step::Sleep(until) => now = until,
+            Step::Probe(_) => panic!("DHCPv4 has no probe"),
             Step::Failed(why) => {
                 let count = times.len();
                 assert_eq!(why, format!("no DHCP server answered: {count} messages sent in 208 s"));
@@ -172,10 +173,10 @@ fn a_server_that_offers_but_never_acknowledges_is_dropped() {
 #[test]
 fn a_recorded_lease_continues_and_an_infinite_one_stays() {
     let lease = bound().lease().unwrap().clone();
-    let mut session = Session::resume(client(), Limits::default(), 1, lease.clone());
+    let mut session = Session::resume(Identity::V4(client()), Limits::default(), 1, lease.clone());
     assert_eq!(session.step(s(10)), Step::Sleep(s(500)));
     let terms = LeaseParameters { seconds: u32::MAX, ..lease.terms };
-    let mut session = Session::resume(client(), Limits::default(), 1, Lease { terms, ..lease });
+    let mut session = Session::resume(Identity::V4(client()), Limits::default(), 1, Lease { terms, ..lease });
     assert_eq!(session.elapse(s(1 << 40)), None);
     assert_eq!(session.step(s(1 << 40)), Step::Sleep(Duration::MAX));
 }

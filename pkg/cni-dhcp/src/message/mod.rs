@@ -1,14 +1,18 @@
-//! DHCP messages: writes those of a client, and reads a server's answers.
+//! DHCP messages: writes those of a client, and reads a server's answers. [`v6`]: those of DHCPv6.
 //!
-//! The crate smoltcp encodes and decodes the header and the list of options. The values of options
-//! are encoded and decoded here.
+//! The crate smoltcp encodes and decodes the header and the list of options of DHCPv4. The values
+//! of options are encoded and decoded here.
+
+mod parameters;
+pub mod v6;
 
 use std::net::{IpAddr, Ipv4Addr};
 
 use cni::Cidr;
-use cni::result::{AddResult, Dns, IpConfig, Route};
 use serde::{Deserialize, Serialize};
 use smoltcp::wire::{ArpHardware, DhcpFlags, DhcpMessageType, DhcpOpCode, DhcpOption, DhcpPacket, EthernetAddress};
+
+pub use parameters::{LeaseParameters, RouteChoices, Server};
 
 /// The codes of the options (RFC 2132, 3397 and 3442).
 mod code {
@@ -59,8 +63,6 @@ const HEADER_LENGTH: usize = 240;
 const MAGIC_NUMBER: u32 = 0x6382_5363;
 /// The smallest MTU that is accepted. Every IPv4 host must accept packets of this length.
 const MIN_MTU: u16 = 576;
-/// The scope `link` (`RT_SCOPE_LINK`) of a route without a gateway.
-const LINK_SCOPE: u8 = 253;
 /// How many pointers are followed in an encoded domain name. The limit ends a loop of pointers.
 const MAX_POINTERS: u32 = 16;
 
@@ -196,7 +198,7 @@ impl Client {
         match DhcpMessageType::from(kind) {
             DhcpMessageType::Offer => Some(Reply::Offer(self.terms(message.your_ip(), server, &find)?)),
             DhcpMessageType::Ack => Some(Reply::Ack(self.terms(message.your_ip(), server, &find)?)),
-            DhcpMessageType::Nak => Some(Reply::Nak(server)),
+            DhcpMessageType::Nak => Some(Reply::Nak(Server::Ipv4(server))),
             _ => None,
         }
     }
@@ -227,17 +229,18 @@ impl Client {
         let mtu = requested(code::MTU).and_then(|data| <[u8; 2]>::try_from(data).ok()).map(u16::from_be_bytes);
         Some(LeaseParameters {
             cidr,
-            server,
+            server: Server::Ipv4(server),
             seconds,
             t1,
             t2,
             routers: address_list(code::ROUTERS),
             classless: requested(code::CLASSLESS_ROUTES).and_then(|data| classless_routes(&data)),
             classful: address_list(code::CLASSFUL_ROUTES).chunks_exact(2).map(|pair| (pair[0], pair[1])).collect(),
-            nameservers: address_list(code::NAMESERVERS),
+            nameservers: address_list(code::NAMESERVERS).into_iter().map(IpAddr::V4).collect(),
             domain: requested(code::DOMAIN).and_then(text).filter(|name| is_domain(name)).unwrap_or_default(),
             search: requested(code::SEARCH_DOMAINS).map(|data| domains(&data)).unwrap_or_default(),
             mtu: mtu.filter(|mtu| *mtu >= MIN_MTU),
+            ntp: Vec::new(),
         })
     }
 }
@@ -257,121 +260,18 @@ fn renewal_times(seconds: u32, sent_t1: Option<u32>, sent_t2: Option<u32>) -> (u
 /// A server's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// DHCPOFFER: the server offers an address.
+    /// DHCPOFFER, or ADVERTISE: the server offers an address.
     Offer(LeaseParameters),
-    /// DHCPACK: the server has leased the address.
+    /// DHCPACK, or REPLY: the server has leased the address.
     Ack(LeaseParameters),
-    /// DHCPNAK: the client must not use the address. The value is the server.
-    Nak(Ipv4Addr),
-}
-
-/// The parameters of an offer or a lease.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeaseParameters {
-    /// The leased address with its prefix length.
-    #[serde(rename = "network")]
-    pub cidr: Cidr,
-    /// The server's address (option 54).
-    pub server: Ipv4Addr,
-    /// The lease time in seconds (option 51); `u32::MAX` for a lease that never ends.
-    pub seconds: u32,
-    /// The seconds from the request until the client asks this server to extend the lease (T1).
-    pub t1: u32,
-    /// The seconds from the request until the client asks all servers to extend the lease (T2).
-    pub t2: u32,
-    /// The routers (option 3). The first one is the gateway in the result. Without classless
-    /// routes, there is a default route through it.
-    pub routers: Vec<Ipv4Addr>,
-    /// The classless routes (option 121): destination, prefix and gateway. `None` if the option is
-    /// absent or invalid. With a valid option, there are no other routes.
-    pub classless: Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>>,
-    /// The routes by address class (option 33): destination and gateway.
-    pub classful: Vec<(Ipv4Addr, Ipv4Addr)>,
-    /// The DNS servers (option 6).
-    pub nameservers: Vec<Ipv4Addr>,
-    /// The domain (option 15), empty without the option.
-    pub domain: String,
-    /// The search domains (option 119).
-    pub search: Vec<String>,
-    /// The MTU of the interface (option 26).
-    pub mtu: Option<u16>,
-}
-
-impl LeaseParameters {
-    /// Returns the leased address.
-    pub fn address(&self) -> Ipv4Addr {
-        v4(self.cidr)
-    }
-
-    /// Returns a route of the configuration with the lease's first router as its gateway if it has
-    /// none, and with this priority if it has none. A route with the scope `link` needs no gateway.
-    fn with_defaults(&self, route: &Route, priority: Option<u32>) -> Route {
-        let is_on_link = route.scope.is_some_and(|scope| scope >= LINK_SCOPE) || !route.dst.is_ipv4();
-        let router = if is_on_link { None } else { self.routers.first().copied().map(IpAddr::V4) };
-        Route { gw: route.gw.or(router), priority: route.priority.or(priority), ..route.clone() }
-    }
-
-    /// Returns the result for an ADD.
-    pub fn result(&self, choices: &RouteChoices<'_>) -> AddResult {
-        let gateway = self.routers.first().copied().map(IpAddr::V4);
-        let mut routes: Vec<Route> = match &self.classless {
-            Some(list) => list.iter().filter_map(|(dst, prefix, gateway)| route_to(*dst, *prefix, *gateway)).collect(),
-            None => {
-                let classful =
-                    self.classful.iter().filter_map(|(dst, gateway)| route_to(*dst, class_prefix(*dst), *gateway));
-                let default = gateway.map(|gateway| Route::new(Cidr::default_route(gateway), Some(gateway)));
-                classful.chain(default).collect()
-            }
-        };
-        for route in &mut routes {
-            route.priority = choices.priority;
-        }
-        let added: Vec<Route> =
-            choices.routes.iter().map(|route| self.with_defaults(route, choices.priority)).collect();
-        // The kernel refuses a second route with these properties.
-        let identity = |route: &Route| (route.dst.network(), route.table, route.priority);
-        routes.retain(|route| added.iter().all(|other| identity(other) != identity(route)));
-        routes.extend(added);
-        // A route with an MTU above that of the link would lose every packet in between.
-        let mtu = self.mtu.map(u32::from).map(|mtu| choices.link_mtu.map_or(mtu, |link_mtu| mtu.min(link_mtu)));
-        for route in &mut routes {
-            route.mtu = route.mtu.or(mtu);
-        }
-        AddResult {
-            ips: vec![IpConfig { interface: None, address: self.cidr, gateway }],
-            routes,
-            dns: Dns {
-                nameservers: self.nameservers.iter().map(Ipv4Addr::to_string).collect(),
-                domain: self.domain.clone(),
-                search: self.search.clone(),
-                options: Vec::new(),
-            },
-            ..AddResult::default()
-        }
-    }
-}
-
-/// What a result has besides the lease, and what limits its routes.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct RouteChoices<'a> {
-    /// The priority (metric) of the routes that have none.
-    pub priority: Option<u32>,
-    /// The MTU of the interface, which is the largest MTU of the lease's routes.
-    pub link_mtu: Option<u32>,
-    /// The routes that are added to those of the lease. They replace routes of the lease with the
-    /// same destination, table and priority.
-    pub routes: &'a [Route],
-}
-
-/// Returns a route to a network. Host bits of `dst` are cleared. The gateway 0.0.0.0 means that the
-/// network is on the link. Returns `None` if the prefix is invalid.
-fn route_to(dst: Ipv4Addr, prefix: u8, gateway: Ipv4Addr) -> Option<Route> {
-    let dst = Cidr::new(dst.into(), prefix)?.network();
-    if gateway.is_unspecified() {
-        Some(Route { scope: Some(LINK_SCOPE), ..Route::new(dst, None) })
-    } else {
-        Some(Route::new(dst, Some(gateway.into())))
-    }
+    /// REPLY with the option Rapid Commit: the server has leased an address that the client has not
+    /// requested.
+    Committed(LeaseParameters),
+    /// DHCPNAK, or REPLY with a status: the client must not use the address. The value is the
+    /// server.
+    Nak(Server),
+    /// REPLY about no address.
+    Information(v6::Information),
 }
 
 /// Returns the IPv4 address of a CIDR. Returns 0.0.0.0 for IPv6, which DHCPv4 never has.
@@ -390,18 +290,6 @@ fn is_host(address: Ipv4Addr) -> bool {
 /// Decodes a list of IPv4 addresses. An incomplete address at the end is ignored.
 fn addresses(data: &[u8]) -> Vec<Ipv4Addr> {
     data.chunks_exact(4).filter_map(|bytes| <[u8; 4]>::try_from(bytes).ok()).map(Ipv4Addr::from).collect()
-}
-
-/// Returns the prefix length of a classful route's destination: 8, 16 or 24 for the classes A, B
-/// and C, 32 for other classes, and 0 for the default route 0.0.0.0.
-fn class_prefix(address: Ipv4Addr) -> u8 {
-    match address.octets()[0] {
-        _ if address.is_unspecified() => 0,
-        0..128 => 8,
-        128..192 => 16,
-        192..224 => 24,
-        _ => 32,
-    }
 }
 
 /// Decodes the classless routes (option 121): destination, prefix and gateway. Of a destination,

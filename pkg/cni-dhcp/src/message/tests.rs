@@ -1,3 +1,5 @@
+use cni::result::{AddResult, Route};
+
 use super::*;
 use proptest::prelude::*;
 

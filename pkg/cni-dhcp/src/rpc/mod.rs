@@ -30,6 +30,9 @@ const MAX_HTTP_LINE: usize = 4096;
 pub enum Method {
     /// The daemon returns the attachment's lease. It acquires one if there is none.
     Allocate,
+    /// The same, of a configuration with DHCPv6. Go's daemon, which would ignore the keys, does not
+    /// know this call.
+    AllocateIpv6,
     /// The daemon releases the attachment's lease.
     Release,
 }
@@ -39,13 +42,14 @@ impl Method {
     pub fn name(self) -> &'static str {
         match self {
             Method::Allocate => "DHCP.Allocate",
+            Method::AllocateIpv6 => "DHCP.AllocateIPv6",
             Method::Release => "DHCP.Release",
         }
     }
 
     /// Returns the method with this name in `net/rpc`, or `None`.
     fn find(name: &str) -> Option<Method> {
-        [Method::Allocate, Method::Release].into_iter().find(|method| method.name() == name)
+        [Method::Allocate, Method::AllocateIpv6, Method::Release].into_iter().find(|method| method.name() == name)
     }
 }
 

@@ -74,6 +74,7 @@ fn as_json(lease: &Lease) -> Value {
         "ifname": lease.ifname,
         "address": lease.address.to_string(),
         "server": lease.server,
+        "ntp": lease.ntp,
         // Without times, the address was requested, but not granted yet.
         "confirmed": lease.times.is_some(),
         "t1Seconds": seconds(|times| times.t1),
@@ -99,7 +100,7 @@ fn as_row(lease: &Lease) -> Vec<String> {
         lease.container_id.clone(),
         lease.ifname.clone(),
         lease.address.to_string(),
-        lease.server.to_string(),
+        lease.server.clone(),
         time_text(|times| times.t1),
         time_text(|times| times.t2),
         time_text(|times| times.expiry),

@@ -5,18 +5,21 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use cni::Cidr;
-use cni::result::AddResult;
+use cni::result::{AddResult, Dns};
 use cni_dhcp::lease::{Change, Session, Step};
 use cni_dhcp::message::LeaseParameters;
+use cni_dhcp::message::v6::Information;
+use cni_linux::Family;
 use nix::time::{ClockId, clock_gettime};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
-use super::network::{Exchange, Interface};
+use super::exchange::Exchange;
+use super::network::Interface;
 use super::{Daemon, log};
 use crate::client::NO_MORE_TRIES;
 use crate::conf::MtuTarget;
-use crate::record::{Record, RecordedLease};
+use crate::record::{Record, RecordedLease, with_zone};
 
 /// The longest time that the task sleeps before it checks whether the interface still exists.
 const LONGEST_SLEEP: Duration = Duration::from_secs(3600);
@@ -61,6 +64,23 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
+    /// Waits for the lease, and returns it as a result.
+    ///
+    /// # Errors
+    /// The text for the plugin: the lease is lost or was released, or no server has granted one.
+    pub(crate) async fn lease(&self) -> Result<Rc<AddResult>, String> {
+        let mut status = self.status.clone();
+        loop {
+            match status.borrow_and_update().clone() {
+                Status::Leased(result) => return Ok(result),
+                Status::Lost(why) | Status::Failed(why) => return Err(why),
+                Status::Acquiring => {}
+            }
+            // Fails if the task has ended because its lease was released.
+            status.changed().await.map_err(|_| "the lease was released".to_owned())?;
+        }
+    }
+
     /// Whether the task is for the interface `found`. If it is not, the container has been started
     /// again, and `found` is a new interface of the same name.
     pub(crate) fn is_for(&self, found: &Interface) -> bool {
@@ -103,6 +123,8 @@ enum TaskEnd {
     GaveUp(String),
     /// A command has released the lease. The task reports its end through this channel.
     Released(oneshot::Sender<()>),
+    /// A server has answered a client without an address, which needs nothing more.
+    Informed,
 }
 
 /// Returns the time since the boot of the machine, including suspension.
@@ -123,6 +145,7 @@ impl Attachment {
                 self.status.send_replace(Status::Failed(why));
                 self.daemon.forget(&key, &self.status);
             }
+            TaskEnd::Informed => self.daemon.forget(&key, &self.status),
             TaskEnd::Released(done) => {
                 self.daemon.forget(&key, &self.status);
                 // Sending fails if the connection of the DEL was closed meanwhile.
@@ -185,12 +208,12 @@ impl Attachment {
     async fn maintain_lease(&mut self, key: &str) -> TaskEnd {
         if self.session.lease().is_none() {
             log(format_args!("{key}: acquiring lease"));
-            let (interface, timeout) = (self.interface.clone(), self.session.carrier_wait());
+            let (interface, timeout, family) = (self.interface.clone(), self.session.carrier_wait(), self.family());
             tokio::select! {
                 // A command that is already in the channel is processed before any message is sent.
                 biased;
                 end = self.process_commands(key) => return end,
-                up = interface.bring_up(timeout) => if let Err(error) = up {
+                up = interface.bring_up(timeout, family) => if let Err(error) = up {
                     return TaskEnd::GaveUp(error);
                 },
             }
@@ -230,6 +253,32 @@ impl Attachment {
                     exchange.close();
                     until
                 }
+                Step::Probe(cidr) => {
+                    exchange.close();
+                    let (interface, timeout) = (self.interface.clone(), self.session.carrier_wait());
+                    tokio::select! {
+                        biased;
+                        end = self.process_commands(key) => return end,
+                        unique = interface.is_unique(cidr, timeout) => match unique {
+                            Ok(is_unique) => {
+                                if !is_unique {
+                                    let why = format!("another host on the link has {}", cidr.address());
+                                    self.log_repeated_error(key, why);
+                                }
+                                if let Some(change) = self.session.probed(is_unique, now())
+                                    && let Err(error) = self.apply_change(key, change)
+                                {
+                                    return self.give_up_unrecorded(key, &error);
+                                }
+                            }
+                            Err(error) => {
+                                self.release(key);
+                                return TaskEnd::GaveUp(error);
+                            }
+                        },
+                    }
+                    continue;
+                }
                 Step::Failed(why) => {
                     // The server may have leased the address although its answer did not arrive.
                     if matches!(self.record.lease, RecordedLease::Requested(_)) {
@@ -251,6 +300,10 @@ impl Attachment {
                 received = exchange.receive() => match received {
                     Ok(bytes) => if let Some(change) = self.session.receive(&bytes, now()) {
                         is_unanswered = false;
+                        if let Change::Informed(information) = change {
+                            self.publish(information);
+                            return TaskEnd::Informed;
+                        }
                         if let Err(error) = self.apply_change(key, change) {
                             return self.give_up_unrecorded(key, &error);
                         }
@@ -263,6 +316,18 @@ impl Attachment {
                 end = self.process_commands(key) => return end,
             }
         }
+    }
+
+    /// Returns the protocol's address family.
+    fn family(&self) -> Family {
+        if self.session.client().is_v6() { Family::V6 } else { Family::V4 }
+    }
+
+    /// Publishes what a server has sent to a client without an address.
+    fn publish(&self, information: Information) {
+        let servers = information.nameservers.iter().map(|server| with_zone(&server.to_string(), &self.record.ifname));
+        let dns = Dns { nameservers: servers.collect(), search: information.search, ..Dns::default() };
+        self.status.send_replace(Status::Leased(Rc::new(AddResult { dns, ..AddResult::default() })));
     }
 
     /// Adds the pending address and routes, if any, to the interface. After an error the next call
@@ -317,7 +382,7 @@ impl Attachment {
                 self.interface.send_release(&bytes, path, terms.cidr).map_err(|error| error.to_string())
             });
             if let Err(error) = sent {
-                log(format_args!("{key}: failed to send DHCPRELEASE: {error}"));
+                log(format_args!("{key}: failed to send the release: {error}"));
             }
             // The interface may stay, and the server may lease the address to another client at
             // once.
@@ -339,6 +404,8 @@ impl Attachment {
                 self.apply_loss(key, lost);
                 Ok(())
             }
+            // The task has ended; see `maintain_lease`.
+            Change::Informed(_) => Ok(()),
         }
     }
 
@@ -401,7 +468,7 @@ impl Attachment {
             self.log_error(self.interface.delete_address(old));
         }
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
-        log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.address(), lease.terms.server));
+        log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.cidr.address(), lease.terms.server));
         self.status.send_replace(Status::Leased(result));
         Ok(())
     }

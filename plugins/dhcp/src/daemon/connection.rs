@@ -28,7 +28,9 @@ pub(super) async fn serve(daemon: Rc<Daemon>, stream: UnixStream) {
     let mut client = Client { stream, decoder: Connection::default(), is_greeted: false };
     while let Ok(Ok(request)) = timeout(CLIENT_LIMIT, client.receive_call()).await {
         let outcome = match request.method {
-            Some(Method::Allocate) => daemon.allocate(&request.args, client.closed()).await.map(Some),
+            Some(Method::Allocate | Method::AllocateIpv6) => {
+                daemon.allocate(&request.args, client.closed()).await.map(|result| Some(Rc::new(result)))
+            }
             Some(Method::Release) => daemon.release_attachment(&request.args).await.map(|()| None),
             None => Err(format!("rpc: can't find service {}", request.name)),
         };

@@ -6,6 +6,7 @@
 mod adopt;
 mod attachment;
 mod connection;
+mod exchange;
 mod flags;
 mod network;
 mod own_file;
@@ -22,9 +23,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use cni::config::NetConf;
+use cni::hash::sha512_hex;
 use cni::result::AddResult;
-use cni_dhcp::lease::{Limits, Session};
-use cni_dhcp::message::{Client, ReplyMode};
+use cni_dhcp::lease::{Identity, Limits, Session};
+use cni_dhcp::message::{Client, ReplyMode, v6};
 use cni_dhcp::rpc::CmdArgs;
 use cni_linux::{Mac, Watch};
 use libcni::cache::DEFAULT_DIR;
@@ -35,8 +37,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 
 use crate::client::daemon_limit;
-use crate::conf::Conf;
-use crate::record::{Record, RecordedLease, Records, key};
+use crate::conf::{Conf, Ipv6Mode};
+use crate::record::{Record, RecordedLease, Records, key, key_v6};
 pub(crate) use attachment::now;
 use attachment::{Attachment, Handle, LeaseCommand, Status};
 use flags::Flags;
@@ -231,7 +233,7 @@ impl Daemon {
             netns_id: record.netns_id,
             name: record.ifname.clone(),
             index: record.index,
-            mac: Mac(record.client.mac),
+            mac: Mac(record.client.mac()),
         }
     }
 
@@ -268,12 +270,20 @@ impl Daemon {
                 continue;
             }
             // Without its interface, there is nothing to adopt.
-            let Ok((interface, record)) = self.prepare(&args, &conf, ipam) else { continue };
+            let Ok((interface, records)) = self.prepare(&args, &conf, ipam) else { continue };
+            // Go's daemon has leases of DHCPv4 only.
+            let mut records = records.into_iter();
+            let Some((record, client)) = records.find_map(|record| match record.client.clone() {
+                Identity::V4(client) => Some((record, client)),
+                Identity::V6(_) => None,
+            }) else {
+                continue;
+            };
             let mut cidrs = result.ips.iter().map(|ip| ip.address);
             let leased = cidrs.find(|cidr| cidr.address().is_ipv4() && interface.has_address(*cidr));
             if let Some(leased) = leased {
                 log(format_args!("{key}: adopting the lease of {}", leased.address()));
-                let session = Session::adopt(record.client.clone(), self.limits, random(), leased, attachment::now());
+                let session = Session::adopt(client, self.limits, random(), leased, attachment::now());
                 self.start_with_status(interface, record, session, Status::Leased(Rc::new(result)));
             }
         }
@@ -297,55 +307,72 @@ impl Daemon {
         }
     }
 
-    /// Returns the lease of an attachment as a result. If the attachment has no task for its
-    /// present interface, starts one. Waits until the task has acquired a lease or has given up, or
-    /// until `client_closed`. A search whose last client is gone ends: otherwise it could lease an
-    /// address that no DEL would release.
+    /// Returns the leases of an attachment as a result. Starts a task for each lease that has none
+    /// for the present interface. Waits until the tasks have acquired their leases or one has given
+    /// up, or until `client_closed`. A search whose last client is gone ends: otherwise it could
+    /// lease an address that no DEL would release.
     ///
     /// # Errors
-    /// The text for the plugin: the configuration or interface is unusable, the lease is lost or
-    /// was released, or no server has granted one.
+    /// The text for the plugin: the configuration or interface is unusable, a lease is lost or was
+    /// released, or no server has granted one. Then the leases that this call has requested are
+    /// released.
     async fn allocate(
         self: &Rc<Self>,
         args: &CmdArgs,
         client_closed: impl Future<Output = ()>,
-    ) -> Result<Rc<AddResult>, String> {
+    ) -> Result<AddResult, String> {
         let (conf, ipam) = read_conf(args)?;
         let limits = Limits { total: self.limits.total.min(daemon_limit(&conf)), ..self.limits };
-        let (interface, record) = self.prepare(args, &conf, ipam)?;
-        let key = record.key();
-        let handle = loop {
-            let running = self.attachments.borrow().get(&key).cloned();
-            match running {
+        let (interface, records) = self.prepare(args, &conf, ipam)?;
+        let (mut handles, mut started) = (Vec::new(), Vec::new());
+        for record in records {
+            let key = record.key();
+            let handle = match self.running(&key, &interface).await {
+                Some(handle) => handle,
                 None => {
+                    started.push(key.clone());
                     let session = Session::new(record.client.clone(), limits, random(), attachment::now());
-                    break self.start(interface, record, session);
+                    self.start(interface.clone(), record, session)
                 }
-                Some(handle) if handle.is_for(&interface) => break handle,
-                // The container has been restarted. Its former interface must lose the address,
-                // because the server leases the same address to the same client again.
-                Some(_) => {
-                    log(format_args!("{key}: the attachment has another interface now"));
-                    self.release(&key).await;
-                }
-            }
-        };
-        let mut status = handle.status.clone();
+            };
+            handles.push((key, handle));
+        }
         tokio::pin!(client_closed);
-        loop {
-            match status.borrow_and_update().clone() {
-                Status::Leased(result) => return Ok(result),
-                Status::Lost(why) | Status::Failed(why) => return Err(why),
-                Status::Acquiring => {}
-            }
-            tokio::select! {
-                // Fails if the task has ended because its lease was released.
-                changed = status.changed() => changed.map_err(|_| "the lease was released".to_owned())?,
+        let mut results = Vec::new();
+        for (_, handle) in &handles {
+            let outcome = tokio::select! {
+                outcome = handle.lease() => outcome,
                 () = &mut client_closed => {
-                    self.stop_unattended(&key, &handle).await;
+                    for (key, handle) in &handles {
+                        self.stop_unattended(key, handle).await;
+                    }
                     return Err("the client has closed the connection".to_owned());
                 }
+            };
+            match outcome {
+                Ok(result) => results.push(result),
+                Err(why) => {
+                    for key in &started {
+                        self.release(key).await;
+                    }
+                    return Err(why);
+                }
             }
+        }
+        Ok(merge(&results))
+    }
+
+    /// Returns the task of a lease, if it has one for this interface.
+    async fn running(&self, key: &str, interface: &Interface) -> Option<Handle> {
+        loop {
+            let running = self.attachments.borrow().get(key).cloned()?;
+            if running.is_for(interface) {
+                return Some(running);
+            }
+            // The container has been restarted. Its former interface must lose the address, because
+            // the server leases the same address to the same client again.
+            log(format_args!("{key}: the attachment has another interface now"));
+            self.release(key).await;
         }
     }
 
@@ -362,11 +389,11 @@ impl Daemon {
         }
     }
 
-    /// Returns an attachment's interface, and a new record without a lease.
+    /// Returns an attachment's interface, and a new record without a lease for each protocol.
     ///
     /// # Errors
     /// The text for the plugin: the interface does not exist or has no MAC.
-    fn prepare(&self, args: &CmdArgs, conf: &NetConf, ipam: Conf) -> Result<(Interface, Record), String> {
+    fn prepare(&self, args: &CmdArgs, conf: &NetConf, ipam: Conf) -> Result<(Interface, Vec<Record>), String> {
         let interface = network::find(self.host_path(&args.netns), &args.ifname)?;
         let key = key(&args.container_id, conf.name(), &args.ifname);
         let mut provide = ipam.provide;
@@ -375,7 +402,17 @@ impl Daemon {
             Some(index) => provide.remove(index).1,
             None => [&[0], &key.as_bytes()[..key.len().min(MAX_KEY_IN_ID)]].concat(),
         };
-        let record = Record {
+        let mac = interface.mac.0;
+        let v4 = Client { mac, id, request: ipam.request, provide, answers: self.reply_mode };
+        let v6 = |mode| {
+            let (uuid, iaid) = identifiers(&key);
+            let duid = ipam.duid.clone().unwrap_or(uuid);
+            v6::Client { mac, duid, iaid: Some(iaid).filter(|_| mode == Ipv6Mode::Stateful) }
+        };
+        let clients = ipam.has_ipv4.then(|| Identity::V4(v4)).into_iter();
+        let clients: Vec<Identity> = clients.chain(ipam.ipv6.map(|mode| Identity::V6(v6(mode)))).collect();
+        let has_both = clients.len() > 1;
+        let record = |client: Identity| Record {
             container_id: args.container_id.clone(),
             network: conf.name().to_owned(),
             ifname: args.ifname.clone(),
@@ -383,13 +420,20 @@ impl Daemon {
             netns_id: interface.netns_id,
             index: interface.index,
             priority: ipam.priority,
-            routes: ipam.routes,
+            // With both protocols, each lease has the routes of its family.
+            routes: ipam
+                .routes
+                .iter()
+                .filter(|route| !has_both || route.dst.is_ipv4() != client.is_v6())
+                .cloned()
+                .collect(),
             mtu_target: ipam.mtu_target,
-            client: Client { mac: interface.mac.0, id, request: ipam.request, provide, answers: self.reply_mode },
+            client,
             lease: RecordedLease::Nothing,
             error: None,
         };
-        Ok((interface, record))
+        let records = clients.into_iter().map(record).collect();
+        Ok((interface, records))
     }
 
     /// Releases the lease of an attachment, even if the attachment has only a record and no task.
@@ -401,15 +445,18 @@ impl Daemon {
     async fn release_attachment(self: &Rc<Self>, args: &CmdArgs) -> Result<(), String> {
         let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
         let key = key(&args.container_id, conf.name(), &args.ifname);
-        if !self.attachments.borrow().contains_key(&key)
-            && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
-        {
-            // An earlier daemon ended after it had requested this address, and `resume` starts no
-            // task for such a record. The task that is started here only releases the address.
-            let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
-            self.start(self.recorded_interface(&record), record, session);
+        for key in [key_v6(&key), key] {
+            if !self.attachments.borrow().contains_key(&key)
+                && let Some(record) = self.records.find(&key).map_err(|error| error.to_string())?
+            {
+                // An earlier daemon ended after it had requested this address, and `resume` starts
+                // no task for such a record. The task that is started here only releases the
+                // address.
+                let session = Session::new(record.client.clone(), self.limits, random(), attachment::now());
+                self.start(self.recorded_interface(&record), record, session);
+            }
+            self.release(&key).await;
         }
-        self.release(&key).await;
         Ok(())
     }
 
@@ -434,6 +481,38 @@ fn read_conf(args: &CmdArgs) -> Result<(NetConf, Conf), String> {
     let conf = NetConf::parse(args.stdin.clone()).map_err(|error| format!("error parsing netconf: {error}"))?;
     let ipam = Conf::read(&conf, &args.args).map_err(|error| error.to_string())?;
     Ok((conf, ipam))
+}
+
+/// Returns the identifiers of an attachment's DHCPv6 client: a DUID that is a UUID (RFC 6355), and
+/// an IAID. Both are hashes of the key, so that they are the same after each restart.
+fn identifiers(key: &str) -> (Vec<u8>, u32) {
+    /// The type of a DUID that is a UUID.
+    const DUID_UUID: [u8; 2] = [0, 4];
+    let digits = sha512_hex(&[b"dhcpv6", key.as_bytes()], 40);
+    let number = |range| u128::from_str_radix(digits.get(range).unwrap_or_default(), 16).unwrap_or_default();
+    let mut uuid = number(0..32).to_be_bytes();
+    // Version 8 and the variant of RFC 9562: a UUID of the program's own making.
+    uuid[6] = uuid[6] & 0x0f | 0x80;
+    uuid[8] = uuid[8] & 0x3f | 0x80;
+    ([&DUID_UUID[..], &uuid].concat(), number(32..40) as u32)
+}
+
+/// Returns one result with the addresses, routes and name resolution of several.
+fn merge(results: &[Rc<AddResult>]) -> AddResult {
+    let mut merged = AddResult::default();
+    for result in results {
+        merged.ips.extend(result.ips.iter().cloned());
+        merged.routes.extend(result.routes.iter().cloned());
+        let (dns, more) = (&mut merged.dns, &result.dns);
+        for (list, more) in [(&mut dns.nameservers, &more.nameservers), (&mut dns.search, &more.search)] {
+            let new: Vec<String> = more.iter().filter(|text| !list.contains(text)).cloned().collect();
+            list.extend(new);
+        }
+        if dns.domain.is_empty() {
+            dns.domain.clone_from(&more.domain);
+        }
+    }
+    merged
 }
 
 /// Returns a random number. If the kernel provides none, returns one from the clock, which is

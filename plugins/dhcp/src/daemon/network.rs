@@ -1,28 +1,19 @@
-//! The daemon's access to a container's namespace: checks the interface, sends and receives
-//! messages, adds and deletes addresses.
+//! The daemon's access to a container's namespace: checks the interface, adds and deletes
+//! addresses.
 //!
 //! No descriptor stays open between two exchanges with a server. It would keep the namespace, and
 //! with it the host's end of a veth, alive after the container has ended.
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
+use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::Cidr;
 use cni::result::AddResult;
-use cni_dhcp::lease::Path;
-use cni_linux::packet::{Datagram, PacketSocket, udp_socket};
 use cni_linux::{Dad, Error, Family, Link, LinkKind, Mac, Netlink, Netns, OperState, Route, Watch};
 use tokio::io::unix::AsyncFd;
-
-/// The UDP ports of DHCP clients and servers.
-const CLIENT_PORT: u16 = 68;
-const SERVER_PORT: u16 = 67;
-/// The size in bytes of the buffer for a received frame. Option 57 of each message limits the
-/// answers of servers to 1500 bytes.
-const MAX_FRAME: usize = 2048;
 
 /// An attachment's interface.
 #[derive(Clone, Debug)]
@@ -70,7 +61,7 @@ fn has_carrier(link: &Link) -> bool {
 impl Interface {
     /// Opens the interface's namespace. Returns `None` if it is gone or its path leads to another
     /// one.
-    fn open(&self) -> Result<Option<Netns>, Error> {
+    pub(super) fn open(&self) -> Result<Option<Netns>, Error> {
         match Netns::open(&self.netns) {
             Ok(netns) if netns.id() == self.netns_id => Ok(Some(netns)),
             Ok(_) => Ok(None),
@@ -81,7 +72,7 @@ impl Interface {
 
     /// Opens a netlink socket in the interface's namespace. Returns `None` if the namespace is
     /// gone.
-    fn netlink(&self) -> Result<Option<Netlink>, Error> {
+    pub(super) fn netlink(&self) -> Result<Option<Netlink>, Error> {
         match self.open()? {
             Some(netns) => netns.run(Netlink::open)?.map(Some),
             None => Ok(None),
@@ -97,12 +88,16 @@ impl Interface {
         }
     }
 
-    /// Sets the interface up and waits until it has a carrier. Also succeeds after `timeout`: a
-    /// lease is requested even without a carrier.
+    /// Calls `check` at once and after every change in the interface's namespace, until it returns
+    /// `Some`. Returns `None` after `timeout`.
     ///
     /// # Errors
-    /// The interface or its namespace is gone, or the kernel's error.
-    pub(crate) async fn bring_up(&self, timeout: Duration) -> Result<(), String> {
+    /// That of `check`, the namespace is gone, or the kernel's error.
+    async fn wait<T>(
+        &self,
+        timeout: Duration,
+        mut check: impl FnMut(&Netlink) -> Result<Option<T>, String>,
+    ) -> Result<Option<T>, String> {
         let text = |error: Error| error.to_string();
         let netns = self
             .open()
@@ -112,21 +107,82 @@ impl Interface {
         let netlink = netns.run(Netlink::open).and_then(|netlink| netlink).map_err(text)?;
         drop(netns);
         let watch = register(watch).map_err(|error| error.to_string())?;
-        let wait_for_carrier = async {
+        let wait = async {
             loop {
-                let link = netlink.find_link_by_index(self.index).map_err(text)?.ok_or("Link not found")?;
-                if !link.up {
-                    netlink.set_up(self.index).map_err(text)?;
-                } else if has_carrier(&link) {
-                    return Ok(());
-                } else {
-                    let mut ready = watch.readable().await.map_err(|error| error.to_string())?;
-                    watch.get_ref().drain();
-                    ready.clear_ready();
+                if let Some(found) = check(&netlink)? {
+                    return Ok(Some(found));
                 }
+                let mut ready = watch.readable().await.map_err(|error| error.to_string())?;
+                watch.get_ref().drain();
+                ready.clear_ready();
             }
         };
-        tokio::time::timeout(timeout, wait_for_carrier).await.unwrap_or(Ok(()))
+        tokio::time::timeout(timeout, wait).await.unwrap_or(Ok(None))
+    }
+
+    /// Sets the interface up and waits until it has a carrier, and for DHCPv6 a usable link-local
+    /// address. Also succeeds after `timeout`: a lease is requested even without them.
+    ///
+    /// # Errors
+    /// The interface or its namespace is gone, or the kernel's error.
+    pub(crate) async fn bring_up(&self, timeout: Duration, family: Family) -> Result<(), String> {
+        let text = |error: Error| error.to_string();
+        let check = |netlink: &Netlink| {
+            let mut link = netlink.find_link_by_index(self.index).map_err(text)?.ok_or("Link not found")?;
+            if !link.up {
+                netlink.set_up(self.index).map_err(text)?;
+                link = netlink.find_link_by_index(self.index).map_err(text)?.ok_or("Link not found")?;
+            }
+            let is_ready = match family {
+                Family::V4 => true,
+                Family::V6 => self.link_local(netlink).map_err(text)?.is_some(),
+            };
+            Ok((has_carrier(&link) && is_ready).then_some(()))
+        };
+        self.wait(timeout, check).await.map(drop)
+    }
+
+    /// Returns the interface's link-local address, if it is usable.
+    pub(super) fn link_local(&self, netlink: &Netlink) -> Result<Option<Ipv6Addr>, Error> {
+        let usable = netlink.list_addresses(self.index)?.into_iter().filter(|addr| !addr.tentative && !addr.dad_failed);
+        let mut addresses = usable.map(|addr| addr.cidr.address());
+        Ok(addresses.find_map(|address| match address {
+            IpAddr::V6(address) if address.is_unicast_link_local() => Some(address),
+            _ => None,
+        }))
+    }
+
+    /// Whether no other host on the link has an address of DHCPv6. Adds the address until the
+    /// kernel has searched for a duplicate: the interface plugin adds it after the ADD. An address
+    /// that the interface has already is unique. Returns true after `timeout`: without a carrier
+    /// the kernel does not search.
+    ///
+    /// # Errors
+    /// The interface or its namespace is gone, or the kernel's error.
+    pub(crate) async fn is_unique(&self, cidr: Cidr, timeout: Duration) -> Result<bool, String> {
+        let text = |error: Error| error.to_string();
+        let mut added = None;
+        let check = |netlink: &Netlink| {
+            if added.is_none() {
+                match netlink.add_address_without_route(self.index, cidr, Dad::Normal) {
+                    Err(error) if error.is_exists() => added = Some(false),
+                    outcome => added = Some(outcome.map(|()| true).map_err(text)?),
+                }
+            }
+            let addresses = netlink.list_addresses(self.index).map_err(text)?;
+            Ok(match addresses.iter().find(|addr| addr.cidr == cidr) {
+                // The kernel removes a duplicate that may expire.
+                None => Some(false),
+                Some(addr) if addr.dad_failed => Some(false),
+                Some(addr) if addr.tentative => None,
+                Some(_) => Some(true),
+            })
+        };
+        let is_unique = self.wait(timeout, check).await;
+        if added == Some(true) {
+            self.delete_address(cidr).map_err(text)?;
+        }
+        Ok(is_unique?.unwrap_or(true))
     }
 
     /// Returns the MTU of the interface. Returns `None` after an error, and if the interface is
@@ -192,129 +248,6 @@ impl Interface {
             Err(error) if error.is_not_found() => Ok(()),
             outcome => outcome,
         }
-    }
-
-    /// Opens the sockets for messages on a path, in the interface's namespace.
-    fn open_sockets(&self, path: Path) -> io::Result<Sockets> {
-        let gone = || io::Error::other(format!("the network namespace of {} no longer exists", self.name));
-        let netns = self.open().map_err(io::Error::other)?.ok_or_else(gone)?;
-        let open_inside = || -> io::Result<Sockets> {
-            // The UDP socket cannot be opened if the interface does not have the leased address
-            // yet. The packet socket then sends instead.
-            let udp = match path {
-                Path::Unicast { from, .. } => udp_socket(SocketAddrV4::new(from, CLIENT_PORT), &self.name).ok(),
-                Path::Broadcast | Path::BroadcastFrom(_) => None,
-            };
-            Ok(Sockets { udp, packet: register(PacketSocket::open(self.index, CLIENT_PORT)?)? })
-        };
-        netns.run(open_inside).map_err(io::Error::other)?
-    }
-
-    /// Sends DHCPRELEASE. If the server is in `network`, the released address with its prefix, the
-    /// message is also sent in a frame to the broadcast MAC: the UDP packet may still wait for ARP
-    /// when the interface is deleted right after the release.
-    pub(crate) fn send_release(&self, bytes: &[u8], path: Path, network: Cidr) -> io::Result<()> {
-        // A release is always unicast, to the server of the lease.
-        let Path::Unicast { to, .. } = path else { return Ok(()) };
-        let sockets = self.open_sockets(path)?;
-        let mut sent = sockets.send(self.mac, bytes, path);
-        // Without the UDP socket, `send` has already sent a frame.
-        if sockets.udp.is_some() && network.contains(to.into()) {
-            // It is enough if one of the two messages is sent.
-            sent = sockets.send_frame(self.mac, bytes, path).or(sent);
-        }
-        sockets.close();
-        sent
-    }
-}
-
-/// The sockets in the container's namespace for the messages of one path.
-struct Sockets {
-    /// Sends messages to one server, which the kernel routes. Nothing is read from it.
-    udp: Option<UdpSocket>,
-    /// Sends broadcasts, and receives all messages on the interface, including a broadcast DHCPNAK.
-    packet: AsyncFd<PacketSocket>,
-}
-
-impl Sockets {
-    /// Sends a message on its path: with the UDP socket if there is one, otherwise in a frame.
-    fn send(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
-        match (&self.udp, path) {
-            (Some(socket), Path::Unicast { to, .. }) => socket.send_to(payload, (to, SERVER_PORT)).map(drop),
-            _ => self.send_frame(mac, payload, path),
-        }
-    }
-
-    /// Sends a message in a frame to the broadcast MAC.
-    fn send_frame(&self, mac: Mac, payload: &[u8], path: Path) -> io::Result<()> {
-        let (from, to) = match path {
-            Path::Broadcast => (Ipv4Addr::UNSPECIFIED, Ipv4Addr::BROADCAST),
-            Path::BroadcastFrom(from) => (from, Ipv4Addr::BROADCAST),
-            Path::Unicast { from, to } => (from, to),
-        };
-        let (from, to) = (SocketAddrV4::new(from, CLIENT_PORT), SocketAddrV4::new(to, SERVER_PORT));
-        self.packet.get_ref().send(&Datagram { from, to, payload }.to_broadcast_frame(mac))
-    }
-
-    /// Waits for the next message of a server.
-    async fn receive(&self) -> io::Result<Vec<u8>> {
-        let mut buffer = [0; MAX_FRAME];
-        loop {
-            let mut ready = self.packet.readable().await?;
-            // An outer error means that no frame has arrived after all.
-            let Ok(length) = ready.try_io(|socket| socket.get_ref().receive(&mut buffer)) else { continue };
-            if let Some(datagram) = Datagram::from_frame(&buffer[..length?])
-                && datagram.from.port() == SERVER_PORT
-            {
-                return Ok(datagram.payload.to_vec());
-            }
-        }
-    }
-
-    /// Closes the sockets. Closing a packet socket takes up to 20 ms, so another thread does it,
-    /// and the other tasks do not wait.
-    fn close(self) {
-        let packet_socket = self.packet.into_inner();
-        tokio::task::spawn_blocking(move || drop(packet_socket));
-    }
-}
-
-/// The open sockets of an exchange with servers, with the path that they are for.
-#[derive(Default)]
-pub(crate) struct Exchange(Option<(Path, Sockets)>);
-
-impl Exchange {
-    /// Sends a message. If the open sockets are for another path, replaces them.
-    pub(crate) fn send(&mut self, interface: &Interface, bytes: &[u8], path: Path) -> io::Result<()> {
-        if let Some((open_path, sockets)) = &self.0
-            && *open_path == path
-        {
-            return sockets.send(interface.mac, bytes, path);
-        }
-        self.close();
-        let (_, sockets) = self.0.insert((path, interface.open_sockets(path)?));
-        sockets.send(interface.mac, bytes, path)
-    }
-
-    /// Waits for the next message of a server. Without open sockets it waits forever.
-    pub(crate) async fn receive(&self) -> io::Result<Vec<u8>> {
-        match &self.0 {
-            Some((_, sockets)) => sockets.receive().await,
-            None => std::future::pending().await,
-        }
-    }
-
-    /// Closes the sockets, if any are open.
-    pub(crate) fn close(&mut self) {
-        if let Some((_, sockets)) = self.0.take() {
-            sockets.close();
-        }
-    }
-}
-
-impl Drop for Exchange {
-    fn drop(&mut self) {
-        self.close();
     }
 }
 

@@ -7,6 +7,7 @@ mod deadlines;
 mod faults;
 mod files;
 mod interfaces;
+mod ipv6;
 mod kinds;
 mod operator;
 mod options;
