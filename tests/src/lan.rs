@@ -101,8 +101,8 @@ impl Lan {
         lan
     }
 
-    /// dnsmasq with DHCPv4 and DHCPv6: a hundred addresses from 2001:db8:1::5 on, and these
-    /// arguments. It advertises only if these say so.
+    /// dnsmasq with DHCPv4 and DHCPv6: addresses from 2001:db8:1::5 on, and these arguments. It
+    /// advertises only if these say so.
     pub fn dual(arguments: &[&str]) -> Lan {
         let lan = Lan::silent();
         lan.node.ip(&["address add 2001:db8:1::1/64 dev lan nodad"]);
@@ -112,7 +112,7 @@ impl Lan {
 
     /// Starts that dnsmasq, in the place of the server that runs.
     pub fn serve_dual(&self, arguments: &[&str]) {
-        self.serve(10, &[&["--dhcp-range=2001:db8:1::5,2001:db8:1::69,64,120"], arguments].concat());
+        self.serve(10, &[&["--dhcp-range=2001:db8:1::5,2001:db8:1::fff,64,120"], arguments].concat());
     }
 
     /// Kea's DHCPv6 server, with ten addresses from 2001:db8:1::5 on.

@@ -409,7 +409,7 @@ impl Daemon {
             let duid = ipam.duid.clone().unwrap_or(uuid);
             v6::Client { mac, duid, iaid: Some(iaid).filter(|_| mode == Ipv6Mode::Stateful) }
         };
-        let clients = ipam.has_ipv4.then(|| Identity::V4(v4)).into_iter();
+        let clients = ipam.has_ipv4.then_some(Identity::V4(v4)).into_iter();
         let clients: Vec<Identity> = clients.chain(ipam.ipv6.map(|mode| Identity::V6(v6(mode)))).collect();
         let has_both = clients.len() > 1;
         let record = |client: Identity| Record {

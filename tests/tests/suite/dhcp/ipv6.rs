@@ -1,11 +1,15 @@
 //! dhcp with DHCPv6: leases of dnsmasq and Kea, beside and instead of IPv4.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::time::Duration;
 
-use cni_testkit::{Attachment, Container, bin_dir, go_bin_dir, probe, require};
+use cni_testkit::{Attachment, Container, bin_dir, crowd, go_bin_dir, probe, require};
 use conformance::lan::{Lan, until};
 use conformance::{VERSION, patched};
 use serde_json::{Value, json};
+
+use super::servers::for_each;
 
 const DNS: [&str; 2] =
     ["--dhcp-option=option6:dns-server,[2001:db8:1::53]", "--dhcp-option=option6:domain-search,lan.example"];
@@ -226,6 +230,41 @@ fn invalid_keys_of_dhcpv6_are_named() {
         (json!({"ipv6": "stateful", "clientId": "0001"}), "invalid clientId \"0001\""),
     ] {
         attachment(&lan, &container, keys).add().fails_with(7, text);
+    }
+}
+
+#[test]
+fn two_hundred_containers_have_ipv6_leases() {
+    require!(probe::dnsmasq().map(drop));
+    let crowd = crowd(200);
+    let lan = Lan::dual(&["--dhcp-lease-max=1000"]);
+    let _daemon = lan.daemon();
+    let containers: Vec<Container> = (0..crowd).map(|_| lan.container(&["eth0"])).collect();
+    for_each(&containers, |container| drop(configure(container, &stateful(&lan, container).add().success())));
+    let distinct: BTreeSet<String> = lan.leased().into_iter().collect();
+    assert_eq!((distinct.len(), lan.records()), (crowd, crowd));
+    for_each(&containers, |container| drop(stateful(&lan, container).del().success()));
+    until("the server has all addresses back", || lan.leased().is_empty());
+    assert_eq!(lan.records(), 0);
+}
+
+#[test]
+fn a_killed_add_leaves_what_a_del_releases() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::dual(&[]);
+    let _daemon = lan.daemon();
+    for milliseconds in [100, 1800, 2500, 3200] {
+        let container = lan.container(&["eth0"]);
+        let attachment = stateful(&lan, &container);
+        let mut started = attachment.invocation("ADD", None).start();
+        started.release();
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        // Fails if the ADD has ended.
+        lan.node.run(&["kill", "-KILL", &started.pid().to_string()]);
+        drop(started);
+        attachment.del().success();
+        until("the server has no lease", || lan.leased().is_empty());
+        assert_eq!((lan.records(), globals(&container)), (0, String::new()), "after {milliseconds} ms");
     }
 }
 

@@ -122,7 +122,7 @@ fn classless_routes_replace_classful_ones_and_the_router() {
 }
 
 /// Does something for each container, sixteen at a time.
-fn for_each(containers: &[Container], work: impl Fn(&Container) + Sync) {
+pub(super) fn for_each(containers: &[Container], work: impl Fn(&Container) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {
         for _ in 0..16 {
