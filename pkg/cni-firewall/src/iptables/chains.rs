@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use super::super::nft::{self, Nft};
+use super::super::nft::{self, Key, Listed, Nft, Search};
 use super::{Chain, Rule, Table, compat};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -19,13 +19,46 @@ pub struct Chains<'a> {
     pub(super) nft: Option<&'a mut Nft>,
     /// The chains that have been read, by name; `None` for one that does not exist.
     pub(super) read_chains: BTreeMap<String, Option<Chain>>,
+    /// The chains of iptables-nft that were looked for; `None` for one that does not exist.
+    pub(super) found_chains: BTreeMap<String, Option<nft::Chain>>,
+}
+
+/// The functions by which a chain with jumps to the chains of containers is indexed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct JumpKeys {
+    /// Returns the keys of a jump, in each family; none for a rule that every search must return.
+    pub(crate) v4: fn(&Listed) -> Vec<Key>,
+    pub(crate) v6: fn(&Listed) -> Vec<Key>,
+    /// Returns the address that a rule of a container's chain leads to.
+    pub(crate) address: fn(&Rule) -> Option<IpAddr>,
+}
+
+impl JumpKeys {
+    /// Returns the function for the jumps of this family.
+    fn of(self, family: Family) -> fn(&Listed) -> Vec<Key> {
+        match family {
+            Family::V4 => self.v4,
+            Family::V6 => self.v6,
+        }
+    }
+}
+
+/// What a search in the chain that jumps to the chains of containers looks for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct JumpSearch<'a> {
+    /// The ports.
+    pub(crate) ports: &'a [u16],
+    /// The chain that is jumped to.
+    pub(crate) target: &'a str,
+    /// The address that the caller's own rules lead to; `None` for a caller that adds no rules.
+    pub(crate) address: Option<IpAddr>,
 }
 
 impl Chains<'_> {
     /// Returns the chains in the output of a save program, for tests of plans.
     #[cfg(test)]
     pub(crate) fn of_text(table: Table, family: Family, saved: &str) -> Chains<'static> {
-        Chains { table, family, nft: None, read_chains: super::parse(saved) }
+        Chains { table, family, nft: None, read_chains: super::parse(saved), found_chains: BTreeMap::new() }
     }
 
     /// Returns the family of the table.
@@ -35,11 +68,21 @@ impl Chains<'_> {
 
     /// Whether the chain exists. Does not read its rules.
     pub fn has_chain(&mut self, name: &str) -> Result<bool> {
-        match (self.read_chains.get(name), &mut self.nft) {
-            (Some(chain), _) => Ok(chain.is_some()),
-            (None, Some(nft)) => Ok(nft.find_chain(self.table.in_nf_tables(self.family), name)?.is_some()),
-            (None, None) => Ok(false),
+        match self.read_chains.get(name) {
+            Some(chain) => Ok(chain.is_some()),
+            None => Ok(self.find(name)?.is_some()),
         }
+    }
+
+    /// Returns the chain of iptables-nft without its rules; `None` if it does not exist.
+    fn find(&mut self, name: &str) -> Result<Option<nft::Chain>> {
+        let Some(nft) = &mut self.nft else { return Ok(None) };
+        if let Some(found) = self.found_chains.get(name) {
+            return Ok(found.clone());
+        }
+        let found = nft.find_chain(self.table.in_nf_tables(self.family), name)?;
+        self.found_chains.insert(name.to_owned(), found.clone());
+        Ok(found)
     }
 
     /// Returns the chain with its rules; `None` if it does not exist.
@@ -84,13 +127,26 @@ impl Chains<'_> {
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
 
-    /// Returns the chain's rules, in order, that contain one of these port numbers or the name of
-    /// the chain `target`. The result can contain some other rules too: over netlink the rules are
-    /// searched as bytes, and a chain that has already been read is returned whole. An index in the
-    /// result is not a position in the chain.
-    pub fn rules_mentioning(&mut self, name: &str, ports: &[u16], target: &str) -> Result<Vec<Rule>> {
+    /// Returns the chain's rules, in order, that have one of the ports or jump to the chain
+    /// `target`. The result can contain some other rules too: over netlink the rules are searched
+    /// as bytes, and a chain that has already been read is returned whole. An index in the result
+    /// is not a position in the chain.
+    ///
+    /// The rules of a long chain are found by its index; `keys_of` returns the keys of a rule.
+    pub(crate) fn find_jumps(&mut self, name: &str, search: JumpSearch<'_>, keys_of: JumpKeys) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
+        }
+        let JumpSearch { ports, target, address } = search;
+        let found = self.find(name)?;
+        if let Some(chain) = found.filter(nft::is_long) {
+            let mut wanted = vec![Key::target(target)];
+            wanted.extend(ports.iter().map(|port| Key::port(*port)));
+            let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
+            let reads_all_if_none = address.is_none();
+            let search =
+                Search { keys_of: keys_of.of(self.family), appended: &appended, wanted: &wanted, reads_all_if_none };
+            return self.find_indexed(&chain, search, keys_of);
         }
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
         // Matches of xtables have ports in the machine's byte order, comparisons of nf_tables in
@@ -101,17 +157,62 @@ impl Chains<'_> {
         Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
     }
 
+    /// Does [`find_jumps`](Chains::find_jumps) in a long chain. If the chain has no index, makes
+    /// one from a list of the whole table: the rules of the chain and, because a search can be by
+    /// the address that a rule leads to, those of the chains that they jump to.
+    fn find_indexed(&mut self, chain: &nft::Chain, search: Search<'_>, keys_of: JumpKeys) -> Result<Vec<Rule>> {
+        let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
+        let (table, family) = (self.table.in_nf_tables(self.family), self.family);
+        let in_words = |listed: Listed| compat::rule_in_words(family, listed);
+        if let Some(found) = nft.rules_by_index(table, chain, search)? {
+            return Ok(found.into_iter().map(in_words).collect());
+        }
+        let what = format!("failed to list nft table {table}");
+        let rules = nft.read_at_once(&what, |nft| nft.rules_of_table(table, |_, _| true))?;
+        let mut addresses: BTreeMap<&str, Vec<Key>> = BTreeMap::new();
+        for (name, listed) in &rules {
+            let address = (keys_of.address)(&compat::rule_in_words(family, listed.clone()));
+            addresses.entry(name).or_default().extend(address.map(Key::address));
+        }
+        let jumps: Vec<&Listed> =
+            rules.iter().filter(|(name, _)| *name == chain.name).map(|(_, listed)| listed).collect();
+        let entries = jumps.iter().map(|listed| {
+            let mut keys = (search.keys_of)(listed);
+            let target = compat::rule_in_words(family, (*listed).clone()).target().map(str::to_owned);
+            if !keys.is_empty() {
+                keys.extend(target.and_then(|target| addresses.get(target.as_str())).into_iter().flatten());
+            }
+            (listed.handle, keys)
+        });
+        nft.add_index(table, chain, search, entries)?;
+        let is_wanted = |listed: &Listed| {
+            let keys = (search.keys_of)(listed);
+            keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
+        };
+        Ok(jumps.into_iter().filter(|listed| is_wanted(listed)).cloned().map(in_words).collect())
+    }
+
     /// Returns the chains whose names begin with `prefix` and that have a rule with this address.
-    /// The result can contain some other chains too, because only text or bytes are compared.
+    /// The result can contain some other chains too, because only text or bytes are compared. If
+    /// [`find_jumps`](Chains::find_jumps) has used the index of the chain `jumps`, only the chains
+    /// that this chain jumps to.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is
     /// repeated only a few times.
-    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
-        match self.nft {
-            Some(_) => self.list_nft_chains_for_address(prefix, address),
-            None => Ok(self.list_legacy_chains_for_address(prefix, &address.to_string())),
+    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr, jumps: &str) -> Result<Vec<String>> {
+        if self.nft.is_none() {
+            return Ok(self.list_legacy_chains_for_address(prefix, &address.to_string()));
         }
+        if let (Some(nft), Some(Some(chain))) = (&mut self.nft, self.found_chains.get(jumps))
+            && let Some(found) =
+                nft.rules_by_used_index(self.table.in_nf_tables(self.family), chain, &[Key::address(address)])?
+        {
+            let target = |listed| compat::rule_in_words(self.family, listed).target().map(str::to_owned);
+            let names: BTreeSet<String> = found.into_iter().filter_map(target).collect();
+            return Ok(names.into_iter().filter(|name| name.starts_with(prefix)).collect());
+        }
+        self.list_nft_chains_for_address(prefix, address)
     }
 
     /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, where

@@ -46,6 +46,7 @@ mod transaction;
 mod xt;
 
 pub use chains::Chains;
+pub(crate) use chains::{JumpKeys, JumpSearch};
 pub(crate) use compat::rule_in_words;
 pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};
@@ -257,7 +258,7 @@ impl<'m> Iptables<'m> {
                 }
             }
         }
-        Ok(Chains { table: self.table, family, nft, read_chains })
+        Ok(Chains { table: self.table, family, nft, read_chains, found_chains: BTreeMap::new() })
     }
 
     /// Makes the changes that `plan` returns, under the namespace's lock. `plan` is called again if

@@ -7,7 +7,7 @@
 //! fails if the object exists, so the second of two processes notices the first.
 
 use netlink_packet_core::DefaultNla;
-use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
+use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables as wire;
 use netlink_packet_netfilter::nftables::{
     ChainAttribute, DataAttribute, ListAttribute, NfTablesMessage, RuleAttribute, SetAttribute, SetElementAttribute,
@@ -18,7 +18,7 @@ use std::net::IpAddr;
 use super::userdata;
 use super::{Expr, Family, Generation, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::netlink::wire::Message;
+use cni_linux::netlink::wire::{Message, new_attribute};
 
 /// The place of a base chain in the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,6 +166,19 @@ pub(crate) struct Change {
     pub(crate) kind: u16,
     /// What follows the netlink header.
     pub(crate) body: Vec<u8>,
+    /// The chain whose rules it changes, with the names of table and chain, and how.
+    pub(crate) rules: Option<((Family, String, String), RuleChange)>,
+}
+
+/// How a change changes the rules of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RuleChange {
+    /// Adds a rule at the end.
+    Append,
+    /// Deletes the rule with this handle.
+    Delete(u64),
+    /// Adds a rule elsewhere, or deletes all.
+    Other,
 }
 
 /// Changes that are made together or not at all.
@@ -181,6 +194,14 @@ impl Change {
     /// Appends the change's netlink message, with this sequence number, to `bytes`.
     pub(crate) fn write(&self, sequence: u32, bytes: &mut Vec<u8>) {
         Message { kind: self.kind, flags: self.flags, sequence, payload: &self.body }.write(bytes);
+    }
+
+    /// Makes the change, which appends a rule, add the rule after the one with this handle, and
+    /// makes the kernel report the rule's position.
+    pub(crate) fn report_position_after(&mut self, handle: u64) {
+        const NFTA_RULE_POSITION: u16 = 6;
+        self.flags |= NLM_F_ECHO;
+        self.body.extend(new_attribute(NFTA_RULE_POSITION, &handle.to_be_bytes()));
     }
 }
 
@@ -260,6 +281,7 @@ impl Batch {
             0,
             message,
         );
+        self.mark((table, name), RuleChange::Other);
     }
 
     /// Adds the rule at the chain's end. The commit fails with ENOENT if the chain, a chain that
@@ -286,6 +308,8 @@ impl Batch {
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
         self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
+        let is_append = flags & NLM_F_APPEND != 0;
+        self.mark((table, chain), if is_append { RuleChange::Append } else { RuleChange::Other });
     }
 
     /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
@@ -306,11 +330,12 @@ impl Batch {
             protocol_attribute(protocol),
         ];
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        let flags = match position {
-            RulePosition::First => NLM_F_CREATE,
-            RulePosition::Last => NLM_F_CREATE | NLM_F_APPEND,
+        let (flags, effect) = match position {
+            RulePosition::First => (NLM_F_CREATE, RuleChange::Other),
+            RulePosition::Last => (NLM_F_CREATE | NLM_F_APPEND, RuleChange::Append),
         };
         self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
+        self.mark((table, chain), effect);
     }
 
     /// Creates a set of addresses unless it exists.
@@ -355,6 +380,7 @@ impl Batch {
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
         self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
+        self.mark((table, chain), RuleChange::Delete(handle));
     }
 
     /// Removes the chain with its rules. The commit fails with EBUSY if a rule jumps to the chain,
@@ -423,6 +449,14 @@ impl Batch {
         message: NfTablesMessage,
     ) {
         let (kind, body) = family.message(&message);
-        self.changes.push(Change { what, translation, flags: NLM_F_REQUEST | flags, kind, body });
+        let flags = NLM_F_REQUEST | flags;
+        self.changes.push(Change { what, translation, flags, kind, body, rules: None });
+    }
+
+    /// Records how the last change changes the rules of a chain.
+    fn mark(&mut self, (table, chain): (Table<'_>, &str), effect: RuleChange) {
+        if let Some(change) = self.changes.last_mut() {
+            change.rules = Some(((table.family, table.name.to_owned(), chain.to_owned()), effect));
+        }
     }
 }

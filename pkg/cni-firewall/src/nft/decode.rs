@@ -33,6 +33,7 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NFTA_CHAIN_HOOK: u16 = 4;
     const NFTA_CHAIN_POLICY: u16 = 5;
     const NF_DROP: u32 = 0;
+    const NFTA_CHAIN_USE: u16 = 6;
     const NFTA_CHAIN_TYPE: u16 = 7;
     const NFTA_CHAIN_USERDATA: u16 = 12;
     let bytes = payload.get(NFGENMSG_LEN..)?;
@@ -45,7 +46,8 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
         _ => None,
     };
     let drops = number(bytes, NFTA_CHAIN_POLICY) == Some(NF_DROP);
-    Some((table, Chain { name, handle, base, drops, comment }))
+    let uses = number(bytes, NFTA_CHAIN_USE).unwrap_or(0);
+    Some((table, Chain { name, handle, base, uses, drops, comment }))
 }
 
 /// Decodes a base chain's hook and type; `None` for those that are not used here.
@@ -72,6 +74,18 @@ pub struct Place<'a> {
     pub chain: &'a [u8],
     /// The rule's number in the table.
     pub handle: u64,
+}
+
+/// Whether a rule that the kernel reports has a position: then it is not the last of its chain.
+pub(super) fn has_position(payload: &[u8]) -> bool {
+    const NFTA_RULE_POSITION: u16 = 6;
+    payload.get(NFGENMSG_LEN..).is_some_and(|bytes| attribute(bytes, NFTA_RULE_POSITION).is_some())
+}
+
+/// Returns the number in the answer to `GetTable`.
+pub(super) fn table_handle(payload: &[u8]) -> Option<u64> {
+    const NFTA_TABLE_HANDLE: u16 = 4;
+    u64_be(attribute(payload.get(NFGENMSG_LEN..)?, NFTA_TABLE_HANDLE)?)
 }
 
 /// Decodes only the table, the chain and the handle of a dumped rule.

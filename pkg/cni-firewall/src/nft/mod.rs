@@ -24,6 +24,7 @@ use netlink_packet_netfilter::nftables::NfTablesMessage;
 mod batch;
 pub mod decode;
 pub mod expr;
+mod index;
 mod refusal;
 mod socket;
 pub mod userdata;
@@ -32,6 +33,7 @@ pub(crate) use batch::RulePosition;
 pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
 pub use decode::{has_any_pair, mentions};
 pub use expr::{Expr, Verdict};
+pub(crate) use index::{Key, Search, is_long};
 pub(crate) use socket::Extension;
 pub use socket::{Generation, Nft, raced};
 
@@ -154,6 +156,8 @@ pub struct Chain {
     /// The base chain's place in the packet path; `None` for a regular chain, and for base chains
     /// of types and hooks not used here.
     pub base: Option<BaseChain>,
+    /// The number of its rules and of the jumps to it.
+    pub uses: u32,
     /// Whether its policy is drop: packets that reach its end are dropped.
     pub drops: bool,
     /// The comment that `nft` shows.

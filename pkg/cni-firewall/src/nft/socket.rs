@@ -6,12 +6,13 @@
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables::{
-    ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage,
+    ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage, TableAttribute, TableMessage,
 };
 use nix::errno::Errno;
 
 use super::batch::Batch;
 use super::decode;
+use super::index::{self, Appended, Entry, Index, Key, Search};
 use super::refusal::{Absence, Refusal};
 use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -21,6 +22,8 @@ use cni_linux::netlink::wire::{self, Message, NLMSG_ERROR};
 const NFNL_MSG_BATCH_BEGIN: u16 = 16;
 const NFNL_MSG_BATCH_END: u16 = 17;
 const NFNL_BATCH_GENID: u16 = 1;
+/// The type of the kernel's messages with a rule.
+const NEW_RULE: u16 = NFNL_SUBSYS_NFTABLES << 8 | 6;
 
 /// The maximum number of readings of one list until two successive ones agree. A change of the
 /// rules invalidates at most two readings, so only a constant stream of changes reaches this bound.
@@ -40,6 +43,8 @@ pub struct Nft {
     one_reading_suffices: bool,
     /// The maximum number of readings of one list.
     reads_max: usize,
+    /// The indexes that were used since the last transaction.
+    indexes: Vec<Index>,
 }
 
 /// Whether a change failed because another process changed the rules that it was based on
@@ -63,7 +68,7 @@ impl Nft {
             Ok(socket) => Ok(socket),
             Err(error) => Err(Absence::from_socket(error)?),
         };
-        Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX })
+        Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX, indexes: Vec::new() })
     }
 
     /// Returns the error of a transaction with changes on a kernel without nf_tables; `None` if no
@@ -111,7 +116,11 @@ impl Nft {
     fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
         let required_generation = batch.generation();
         self.one_reading_suffices = false;
+        let indexes = std::mem::take(&mut self.indexes);
         let mut changes = batch.into_changes()?;
+        for index in &indexes {
+            index.prepare(&mut changes);
+        }
         let Some(last) = changes.last_mut() else {
             // Nothing to send. But the caller decided to change nothing at the required generation,
             // and must decide again if the ruleset has changed since.
@@ -138,7 +147,23 @@ impl Nft {
         }
         self.socket()?.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
 
-        let Some(refusal) = self.receive_refusal(first_sequence, changes.len())? else { return Ok(()) };
+        let (refusal, appended) = self.receive_answers(first_sequence, changes.len())?;
+        let Some(refusal) = refusal else {
+            let Ending::Commit = ending else { return Ok(()) };
+            // Not `all`: each index is brought to the present state.
+            let outdated = indexes.into_iter().filter_map(|index| (!index.finish(&changes, &appended)).then_some(()));
+            return match outdated.count() {
+                0 => Ok(()),
+                // The changes are made, but another program's rules were not considered.
+                _ => Err(Error::new(BATCH_FAILED, Errno::ERESTART)),
+            };
+        };
+        // A file can name a rule that another program has deleted, or lack a rule.
+        let is_planned_by_file = indexes.iter().any(|index| !index.is_fresh());
+        indexes.into_iter().for_each(Index::discard);
+        if is_planned_by_file {
+            return Err(Error::new(BATCH_FAILED, Errno::ERESTART));
+        }
         // A refusal of the begin or end message concerns the batch as a whole.
         let Some(change) = refusal.position.checked_sub(1).and_then(|index| changes.get(index)) else {
             return Err(Error::new(BATCH_FAILED, Cause::kernel(refusal.errno, refusal.text)));
@@ -150,20 +175,32 @@ impl Nft {
 
     /// Receives the answers to a batch of `change_count` changes. Returns `None` if the kernel
     /// acknowledged the batch, otherwise the refusal of the earliest message: later refusals
-    /// are often consequences. `first_sequence` is the sequence number of the begin message.
+    /// are often consequences. Also returns the rules that the kernel reports. `first_sequence` is
+    /// the sequence number of the begin message.
     ///
     /// # Errors
     /// The kernel neither acknowledged nor refused the batch.
-    fn receive_refusal(&mut self, first_sequence: u32, change_count: usize) -> Result<Option<Refusal>> {
+    fn receive_answers(
+        &mut self,
+        first_sequence: u32,
+        change_count: usize,
+    ) -> Result<(Option<Refusal>, Vec<Appended>)> {
         let (mut is_acknowledged, mut first_refusal) = (false, None::<Refusal>);
+        let mut appended = Vec::new();
         while let Some(datagram) = self.socket()?.receive().map_err(|cause| Error::new(BATCH_FAILED, cause))? {
-            for message in wire::messages(datagram).filter(|message| message.kind == NLMSG_ERROR) {
-                let Some((errno, text)) = wire::outcome(&message) else { continue };
+            for message in wire::messages(datagram) {
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
                 if position > change_count + 1 {
                     // A late answer to an earlier batch. Its answers overran the socket's buffer.
                     continue;
                 }
+                if message.kind == NEW_RULE {
+                    appended.extend(index::appended(&message, position));
+                }
+                if message.kind != NLMSG_ERROR {
+                    continue;
+                }
+                let Some((errno, text)) = wire::outcome(&message) else { continue };
                 if errno == 0 {
                     is_acknowledged |= position == change_count;
                     continue;
@@ -176,7 +213,127 @@ impl Nft {
         if first_refusal.is_none() && !is_acknowledged {
             return Err(Error::new(BATCH_FAILED, Cause::text("the kernel did not answer")));
         }
-        Ok(first_refusal)
+        Ok((first_refusal, appended))
+    }
+
+    /// Returns the chain's rules that have one of the wanted keys, in order; other rules can be
+    /// among them. Of a long chain with an index, only these are read. If this and the index of
+    /// another chain do not lead to changes, the chain is read as a whole the next time too.
+    pub(crate) fn rules_with_keys(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        search: Search<'_>,
+    ) -> Result<Vec<Listed>> {
+        let has_wanted_key = |listed: &Listed| {
+            let keys = (search.keys_of)(listed);
+            keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
+        };
+        if index::is_long(chain)
+            && let Some(found) = self.rules_by_index(table, chain, search)?
+        {
+            return Ok(found);
+        }
+        let mut rules = self.rules(table, &chain.name)?;
+        if index::is_long(chain) {
+            let entries = rules.iter().map(|listed| (listed.handle, (search.keys_of)(listed)));
+            self.add_index(table, chain, search, entries)?;
+        }
+        rules.retain(has_wanted_key);
+        Ok(rules)
+    }
+
+    /// Makes an index of a long chain, with the handle and the keys of each of its rules. The next
+    /// transaction writes its file.
+    pub(crate) fn add_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        search: Search<'_>,
+        rules: impl Iterator<Item = (u64, Vec<Key>)>,
+    ) -> Result<()> {
+        if let Some(identity) = self.chain_identity(table, chain)? {
+            let entries = rules.map(|(handle, keys)| Entry { handle, keys }).collect();
+            self.indexes.push(Index::new(table, chain, identity, search, entries));
+        }
+        Ok(())
+    }
+
+    /// Does [`rules_with_keys`](Nft::rules_with_keys) by the chain's index; `None` if there is none
+    /// that describes the chain as it is now.
+    pub(crate) fn rules_by_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        search: Search<'_>,
+    ) -> Result<Option<Vec<Listed>>> {
+        if !self.indexes.iter().any(|index| index.is_of(table, &chain.name)) {
+            let Some(identity) = self.chain_identity(table, chain)? else { return Ok(None) };
+            let Some(index) = Index::load(table, chain, identity, search) else { return Ok(None) };
+            self.indexes.push(index);
+        }
+        let found = self.rules_by_used_index(table, chain, search.wanted)?;
+        if found.as_ref().is_some_and(Vec::is_empty) && search.reads_all_if_none {
+            self.indexes.retain(|index| !index.is_of(table, &chain.name));
+            return Ok(None);
+        }
+        Ok(found)
+    }
+
+    /// Returns the chain's rules with one of these keys by an index that was used since the last
+    /// transaction; `None` if there is none, or if it names a rule that does not exist.
+    pub(crate) fn rules_by_used_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        wanted: &[Key],
+    ) -> Result<Option<Vec<Listed>>> {
+        let Some(position) = self.indexes.iter().position(|index| index.is_of(table, &chain.name)) else {
+            return Ok(None);
+        };
+        let mut rules = Vec::new();
+        for handle in self.indexes[position].handles(wanted) {
+            match self.rule(table, &chain.name, handle)? {
+                Some(listed) => rules.push(listed),
+                None => {
+                    self.indexes.remove(position).discard();
+                    return Ok(None);
+                }
+            }
+        }
+        Ok(Some(rules))
+    }
+
+    /// Returns the rule with this handle; `None` if it does not exist.
+    fn rule(&mut self, table: Table<'_>, chain: &str, handle: u64) -> Result<Option<Listed>> {
+        let what = format!("failed to read rule {handle} of nft chain {table} {chain}");
+        let attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Handle(handle),
+        ];
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        let mut found = None;
+        match self.ask(&what, table.family, &request, 0, |message| found = decode::rule(message.payload)) {
+            Ok(_) => Ok(found),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the numbers that tell the chain from all others; `None` on kernels that lack one.
+    fn chain_identity(&mut self, table: Table<'_>, chain: &Chain) -> Result<Option<index::Identity>> {
+        let what = format!("failed to read nft table {table}");
+        let request =
+            NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
+        let mut handle = None;
+        self.ask(&what, table.family, &request, 0, |message| handle = decode::table_handle(message.payload))?;
+        let netns_cookie = self.socket()?.netns_cookie();
+        Ok(netns_cookie.zip(handle).map(|(netns_cookie, table)| index::Identity {
+            netns_cookie,
+            table,
+            chain: chain.handle,
+        }))
     }
 
     /// Returns the chain's rules, in order; none if the chain does not exist. The kernel sends only

@@ -128,6 +128,12 @@ impl Socket {
         Err(Cause::text("the kernel's answer is incomplete: its end is missing"))
     }
 
+    /// Returns the number of the socket's network namespace, which no other namespace gets until
+    /// the next boot; `None` on kernels before 5.14.
+    pub fn netns_cookie(&self) -> Option<u64> {
+        crate::sys::netns_cookie(&self.socket).ok()
+    }
+
     /// Sends encoded messages unchanged. Read the answers with [`receive`](Socket::receive).
     ///
     /// # Errors

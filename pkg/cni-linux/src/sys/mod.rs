@@ -38,6 +38,21 @@ pub(crate) fn namespace_type(fd: impl AsFd) -> io::Result<libc::c_int> {
     check(kind.into()).map(|_| kind)
 }
 
+/// The option `SO_NETNS_COOKIE` of a socket.
+#[derive(Clone, Copy, Debug)]
+struct NetnsCookie;
+
+/// The same number on all architectures for which the plugins are built.
+const SO_NETNS_COOKIE: libc::c_int = 71;
+
+nix::getsockopt_impl!(NetnsCookie, libc::SOL_SOCKET, SO_NETNS_COOKIE, u64, nix::sys::socket::sockopt::GetStruct<u64>);
+
+/// Returns the number of the socket's network namespace, which no other namespace gets until the
+/// next boot. Fails with ENOPROTOOPT on kernels before 5.14.
+pub(crate) fn netns_cookie(socket: &impl AsFd) -> io::Result<u64> {
+    Ok(nix::sys::socket::getsockopt(socket, NetnsCookie)?)
+}
+
 /// A setting of a tun or tap interface whose value is a number.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TunSetting {

@@ -3,6 +3,7 @@
 //! A network of two plugins, called one after the other as a runtime does: `bridge`, then `portmap`
 //! with its result.
 
+mod crowded;
 mod identity;
 mod life;
 mod no_route;

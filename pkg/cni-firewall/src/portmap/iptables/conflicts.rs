@@ -76,7 +76,7 @@ impl IptablesPortMap<'_> {
         let family = Family::of(container.address());
         let mut plan_table = |nat: &mut Chains<'_>| {
             // Jumps are found by port numbers, so without a port there are none to find.
-            let jumps = if claims.is_empty() { Vec::new() } else { candidate_jumps(nat, wanted, claims)? };
+            let jumps = if claims.is_empty() { Vec::new() } else { candidate_jumps(nat, wanted, (container, claims))? };
             let mut plan = Plan::new(ConflictAction::Keep);
             plan_displacement(nat, wanted, (container, claims), &jumps, probe, &mut plan)?;
             Ok::<Plan, Error>(plan)

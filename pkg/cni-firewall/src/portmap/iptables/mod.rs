@@ -16,7 +16,7 @@ use cni::rollback::Notes;
 
 use super::conflict::{ConflictAction, LivenessProbe};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, SetMark, Snat, older_mapping_remark};
-use crate::iptables::{Chains, Edit, Iptables, Rule, Table, Variant};
+use crate::iptables::{Chains, Edit, Iptables, JumpSearch, Rule, Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -213,7 +213,7 @@ fn plan_family(
     probe: &mut LivenessProbe,
 ) -> Result<Plan> {
     let mut plan = Plan::new(ConflictAction::Displace);
-    let candidate_jumps = candidate_jumps(nat, wanted, claims)?;
+    let candidate_jumps = candidate_jumps(nat, wanted, (container, claims))?;
     if wanted.policy == Policy::RefuseIfAlive {
         plan_displacement(nat, wanted, (container, claims), &candidate_jumps, probe, &mut plan)?;
         if plan.living_holder.is_some() {
@@ -362,15 +362,22 @@ fn plan_jumps(
 
 /// Returns the rules of [`DNAT`] for a claimed port and those that jump to the container's chain.
 /// The result can contain some other rules too.
-fn candidate_jumps(nat: &mut Chains<'_>, wanted: &Forwarding, claims: &[ClaimedPort]) -> Result<Vec<Rule>> {
+fn candidate_jumps(
+    nat: &mut Chains<'_>,
+    wanted: &Forwarding,
+    (container, claims): (Cidr, &[ClaimedPort]),
+) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    nat.rules_mentioning(DNAT, &ports, &shape::chain_name(&wanted.attachment))
+    let chain = shape::chain_name(&wanted.attachment);
+    let search = JumpSearch { ports: &ports, target: &chain, address: Some(container.address()) };
+    nat.find_jumps(DNAT, search, shape::JUMP_KEYS)
 }
 
 /// Returns the rules of [`DNAT`] that jump to `chain`. Reads [`DNAT`] only once, because rules are
 /// only appended to it.
 fn jumps_to(nat: &mut Chains<'_>, chain: &str) -> Result<Vec<Rule>> {
-    let mut jumps = nat.rules_mentioning(DNAT, &[], chain)?;
+    let search = JumpSearch { ports: &[], target: chain, address: None };
+    let mut jumps = nat.find_jumps(DNAT, search, shape::JUMP_KEYS)?;
     jumps.retain(|rule| rule.target() == Some(chain));
     Ok(jumps)
 }

@@ -65,7 +65,7 @@ fn plan_displacement_by_address(
     plan: &mut Plan,
 ) -> Result<()> {
     let own_chain = shape::chain_name(&wanted.attachment);
-    for chain in nat.list_chains_for_address(shape::PREFIX, container.address())? {
+    for chain in nat.list_chains_for_address(shape::PREFIX, container.address(), DNAT)? {
         if chain == own_chain || searched_chains.contains(&chain) {
             continue;
         }

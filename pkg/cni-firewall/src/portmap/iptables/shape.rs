@@ -27,9 +27,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use cni::hash::sha512_hex;
 
 use super::super::{ClaimedPort, Forwarding, Mapping, Protocol, SetMark, Snat};
-use crate::iptables::Rule;
+use crate::iptables::{JumpKeys, Rule, rule_in_words};
+use crate::nft::{Key, Listed};
 use cni::AttachmentId;
 use cni::Cidr;
+use cni_linux::route::Family;
 
 /// The chain whose rules jump to the chains of the containers.
 pub(crate) const DNAT: &str = "CNI-HOSTPORT-DNAT";
@@ -183,6 +185,24 @@ impl Jump {
         };
         has_protocol && (self.ports.is_empty() || self.ports.contains(&claim.host_port))
     }
+}
+
+/// How the rules of [`DNAT`] are indexed: by ports and target. The index also has the addresses
+/// that the containers' chains lead to.
+pub(super) const JUMP_KEYS: JumpKeys = JumpKeys {
+    v4: |listed| jump_keys(Family::V4, listed),
+    v6: |listed| jump_keys(Family::V6, listed),
+    address: |rule| rule.value("--to-destination")?.parse::<SocketAddr>().ok().map(|to| to.ip()),
+};
+
+/// Returns the keys of a rule of [`DNAT`]; none for a rule that can match any port.
+fn jump_keys(family: Family, listed: &Listed) -> Vec<Key> {
+    let Some(jump) = Jump::read(&rule_in_words(family, listed.clone())) else { return Vec::new() };
+    if jump.ports.is_empty() {
+        return Vec::new();
+    }
+    let ports = jump.ports.into_iter().map(Key::port);
+    ports.chain([Key::target(&jump.chain)]).collect()
 }
 
 /// Returns the marker: the rule that names the attachment of the rules after it. `host_link` is the

@@ -78,7 +78,7 @@ impl NftPortMap {
         let read = |nft: &mut Nft| {
             let families = wanted.families();
             families
-                .map(|(container, _)| read_state(nft, container, wanted, &identity, &[]))
+                .map(|(container, _)| read_state(nft, container, wanted, &identity, &[], true))
                 .collect::<Result<Vec<_>>>()
         };
         let states = self.nft.read_at_once("failed to read the host ports in nftables", read)?;

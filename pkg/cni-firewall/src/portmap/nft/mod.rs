@@ -21,7 +21,7 @@ use super::conditions;
 use super::conflict::LivenessProbe;
 use super::identity::{self, HostLink, Identity};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
-use crate::nft::{Batch, Expr, Listed, Nft, Rule, decode, mentions, raced};
+use crate::nft::{Batch, Chain, Expr, Key, Listed, Nft, Rule, Search, Table, decode, mentions};
 use crate::retry;
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
@@ -83,6 +83,8 @@ enum Stage<'w> {
 /// The existing chains and rules of one family, as far as an ADD needs them.
 struct State {
     family: Family,
+    /// The chains that exist and that [`find_missing`] looks for.
+    chains: Vec<Chain>,
     /// The shared chains that do not exist.
     missing_chains: Vec<&'static str>,
     /// The shared rules that do not exist, each with its chain.
@@ -146,8 +148,8 @@ impl NftPortMap {
             let (batch, outcome) = self.plan(wanted, stage, host_link, &mut probe)?;
             let has_changes = !batch.is_empty();
             let result = self.nft.commit(batch);
-            // After another error, the kernel may have written the rules: its answer can be lost.
-            *changed |= has_changes && !result.as_ref().is_err_and(raced);
+            // After an error, the kernel may have written the rules: its answer can be lost.
+            *changed |= has_changes;
             result.map(|()| outcome)
         })
     }
@@ -192,7 +194,7 @@ impl NftPortMap {
         let mut families = FAMILIES;
         families.sort_by_key(|family| !is_known(*family));
         let mut has_other_attachment = false;
-        self.purge_where(&identity.comment, families, |family, rules| {
+        self.purge_where(Some(&identity.comment), families, |family, rules| {
             // Without addresses, `own_rules` selects rules to any address. With addresses of the
             // other family only, it selects none of Go's rules.
             let known = if is_known(family) || has_other_attachment { addresses } else { &[] };
@@ -210,7 +212,7 @@ impl NftPortMap {
     /// The rules cannot be read or removed.
     pub fn undo(&mut self, wanted: &Forwarding) -> Result<()> {
         let (identity, addresses) = (Identity::new(&wanted.attachment), wanted.addresses());
-        let removal = self.purge_where(&identity.comment, FAMILIES, |_, rules| {
+        let removal = self.purge_where(Some(&identity.comment), FAMILIES, |_, rules| {
             identity.own_rules(rules, &addresses, shape::container)
         });
         removal.outcome
@@ -228,7 +230,7 @@ impl NftPortMap {
         }
         // A set, because a repeated attempt finds the same rules again.
         let mut remarks = BTreeSet::new();
-        let mut removal = self.purge_where("", FAMILIES, |_, rules| {
+        let mut removal = self.purge_where(None, FAMILIES, |_, rules| {
             let mut garbage_handles: BTreeSet<u64> = BTreeSet::new();
             // The handles in the ownership rules of all networks.
             let mut owned_handles: BTreeSet<u64> = BTreeSet::new();
@@ -257,12 +259,13 @@ impl NftPortMap {
     }
 
     /// Removes the rules that `select` returns, in one transaction. `select` is called for each
-    /// family, in the order of `families`, and each chain, with the rules whose comments begin with
-    /// `comment_beginning`. The result has the claims of the selected rules even if the removal
-    /// fails: if only the kernel's answer was lost, the rules are gone.
+    /// family, in the order of `families`, and each chain, with the rules that have this comment,
+    /// or with all rules if it is `None`; other rules can be among them. The result has the claims
+    /// of the selected rules even if the removal fails: if only the kernel's answer was lost, the
+    /// rules are gone.
     fn purge_where(
         &mut self,
-        comment_beginning: &str,
+        comment: Option<&str>,
         families: [Family; 2],
         mut select: impl FnMut(Family, &[Listed]) -> Vec<&Listed>,
     ) -> Removal {
@@ -274,7 +277,10 @@ impl NftPortMap {
             for family in families {
                 let table = shape::table(family);
                 for chain in CONTAINER_CHAINS {
-                    let rules = self.nft.rules_commented(table, chain, comment_beginning)?;
+                    let rules = match comment {
+                        Some(comment) => rules_commented(&mut self.nft, table, chain, comment)?,
+                        None => self.nft.rules(table, chain)?,
+                    };
                     for listed in select(family, &rules) {
                         batch.delete_rule(table, chain, listed.handle);
                         claims.extend(shape::read_mapping(&listed.rule).map(|(claim, _)| claim));
@@ -294,7 +300,7 @@ impl NftPortMap {
         self.nft.read_at_once("failed to look for host ports in nftables", |nft| {
             for family in FAMILIES {
                 for chain in CONTAINER_CHAINS {
-                    let rules = nft.rules_commented(shape::table(family), chain, &identity.comment)?;
+                    let rules = rules_commented(nft, shape::table(family), chain, &identity.comment)?;
                     if !identity.own_rules(&rules, addresses, shape::container).is_empty() {
                         return Ok(true);
                     }
@@ -303,6 +309,17 @@ impl NftPortMap {
             Ok(false)
         })
     }
+}
+
+/// Returns the rules of the chain with this comment; other rules can be among them.
+fn rules_commented(nft: &mut Nft, table: Table<'_>, chain: &str, comment: &str) -> Result<Vec<Listed>> {
+    if chain != HOSTIP_HOSTPORTS {
+        let Some(chain) = nft.find_chain(table, chain)? else { return Ok(Vec::new()) };
+        let wanted = [Key::comment(comment)];
+        let search = Search { keys_of: shape::keys, appended: &[], wanted: &wanted, reads_all_if_none: true };
+        return nft.rules_with_keys(table, &chain, search);
+    }
+    nft.rules_commented(table, chain, comment)
 }
 
 /// Reads the state of one family: the missing shared chains and rules, this container's rules,
@@ -314,12 +331,24 @@ fn read_state(
     wanted: &Forwarding,
     identity: &Identity,
     claims: &[ClaimedPort],
+    reads_all_if_none: bool,
 ) -> Result<State> {
     let address = shape::octets(container.address());
     let mut state = State::new(Family::of(container.address()));
     find_missing(nft, &mut state, wanted.snat)?;
+    let comment = Key::comment(&identity.comment);
+    let mut keys = vec![comment, Key::address(container.address())];
+    keys.extend(claims.iter().map(|claim| Key::port(claim.host_port)));
     for name in CONTAINER_CHAINS {
         if state.missing_chains.contains(&name) {
+            continue;
+        }
+        if let Some(chain) = state.chains.iter().find(|chain| chain.name == name)
+            && name != HOSTIP_HOSTPORTS
+        {
+            let search = Search { keys_of: shape::keys, appended: &[], wanted: &keys, reads_all_if_none };
+            let rules = nft.rules_with_keys(shape::table(state.family), chain, search)?;
+            state.rules.push((name, rules));
             continue;
         }
         let rules = nft.rules_where(shape::table(state.family), name, |rule| {
@@ -337,8 +366,9 @@ fn read_state(
 fn find_missing(nft: &mut Nft, state: &mut State, snat: Snat) -> Result<()> {
     let table = shape::table(state.family);
     for name in [HOSTPORTS, HOSTIP_HOSTPORTS, HOSTPORTS_ALL] {
-        if nft.find_chain(table, name)?.is_none() {
-            state.missing_chains.push(name);
+        match nft.find_chain(table, name)? {
+            Some(chain) => state.chains.push(chain),
+            None => state.missing_chains.push(name),
         }
     }
     let mut base_chains = ENTRY_CHAINS.to_vec();
@@ -354,6 +384,7 @@ fn find_missing(nft: &mut Nft, state: &mut State, snat: Snat) -> Result<()> {
             let cause = Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
             return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
         }
+        state.chains.push(chain);
     }
     let [prerouting, output] = ENTRY_CHAINS.map(|(name, _)| (name, vec![shape::entry_rule()]));
     let hostports_all = (HOSTPORTS_ALL, shape::hostports_all_rules().to_vec());
@@ -389,7 +420,7 @@ fn contains_rule(rules: &[Listed], exprs: &[Expr]) -> bool {
 impl State {
     /// Returns a state in which nothing has been read.
     fn new(family: Family) -> State {
-        State { family, missing_chains: Vec::new(), missing_rules: Vec::new(), rules: Vec::new() }
+        State { family, chains: Vec::new(), missing_chains: Vec::new(), missing_rules: Vec::new(), rules: Vec::new() }
     }
 
     /// Adds the missing shared chains and rules to a transaction.

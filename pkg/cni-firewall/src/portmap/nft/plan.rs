@@ -46,7 +46,7 @@ impl NftPortMap {
         let table = shape::table(family);
         // `None` if only the program `nft` can write the mappings of this family.
         let conditions = conditions::compile(wanted.conditions(family), family).ok();
-        let state = read_state(&mut self.nft, container, wanted, identity, claims)?;
+        let state = read_state(&mut self.nft, container, wanted, identity, claims, false)?;
         state.add_missing(&mut plan.batch);
         if wanted.policy == Policy::RefuseIfAlive {
             let (conditions, action) = (conditions.as_deref(), ConflictAction::Displace);

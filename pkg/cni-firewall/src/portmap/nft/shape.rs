@@ -20,7 +20,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Verdict};
-use super::super::super::nft::{self, BaseChain, Hook, Kind, Rule, Table};
+use super::super::super::nft::{self, BaseChain, Hook, Key, Kind, Listed, Rule, Table};
 use super::super::{ClaimedPort, Protocol, Snat};
 use cni_linux::route::Family;
 
@@ -135,6 +135,14 @@ pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
         (host_ip, condition_count) = (Some(address), address_at);
     }
     Some((ClaimedPort { protocol, host_ip, host_port, container }, condition_count))
+}
+
+/// Returns the keys by which a rule of [`CONTAINER_CHAINS`] is searched.
+pub(super) fn keys(listed: &Listed) -> Vec<Key> {
+    let mut keys: Vec<Key> = listed.rule.comment.iter().map(|comment| Key::comment(comment)).collect();
+    keys.extend(container(&listed.rule).map(Key::address));
+    keys.extend(read_mapping(&listed.rule).map(|(claim, _)| Key::port(claim.host_port)));
+    keys
 }
 
 /// Whether a rule, in the bytes that the kernel sends, may compare something with one of the

@@ -3,6 +3,7 @@
 use super::super::Policy;
 use super::super::{Mapping, Protocol, SetMark};
 use super::*;
+use crate::nft::raced;
 use crate::testing::machine;
 use crate::testing::{nft, on_a_host, ruleset};
 
