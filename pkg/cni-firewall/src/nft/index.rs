@@ -23,8 +23,10 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as 
 use std::path::{Path, PathBuf};
 
 use super::batch::{Change, RuleChange};
-use super::{Chain, Family, Listed, Table};
+use super::{Chain, Family, Listed, Nft, Table, decode};
+use cni_linux::error::Result;
 use cni_linux::netlink::wire;
+use netlink_packet_netfilter::nftables::{NfTablesMessage, RuleAttribute, RuleMessage, TableAttribute, TableMessage};
 
 /// The folder of the files.
 const FOLDER: &str = "/run/cni";
@@ -302,6 +304,124 @@ impl Index {
     }
 }
 
+impl Nft {
+    /// Returns the chain's rules that have one of the wanted keys, in order; other rules can be
+    /// among them. Of a long chain with an index, only these are read. If this and the index of
+    /// another chain do not lead to changes, the chain is read as a whole the next time too.
+    pub(crate) fn rules_with_keys(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        search: Search<'_>,
+    ) -> Result<Vec<Listed>> {
+        let has_wanted_key = |listed: &Listed| {
+            let keys = (search.keys_of)(listed);
+            keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
+        };
+        if is_long(chain)
+            && let Some(found) = self.rules_by_index(table, chain, search)?
+        {
+            return Ok(found);
+        }
+        let mut rules = self.rules(table, &chain.name)?;
+        if is_long(chain) {
+            let entries = rules.iter().map(|listed| (listed.handle, (search.keys_of)(listed)));
+            self.add_index(table, chain, search, entries)?;
+        }
+        rules.retain(has_wanted_key);
+        Ok(rules)
+    }
+
+    /// Makes an index of a long chain, with the handle and the keys of each of its rules. The next
+    /// transaction writes its file.
+    pub(crate) fn add_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        search: Search<'_>,
+        rules: impl Iterator<Item = (u64, Vec<Key>)>,
+    ) -> Result<()> {
+        if let Some(identity) = self.chain_identity(table, chain)? {
+            let entries = rules.map(|(handle, keys)| Entry { handle, keys }).collect();
+            self.indexes.push(Index::new(table, chain, identity, search, entries));
+        }
+        Ok(())
+    }
+
+    /// Does [`rules_with_keys`](Nft::rules_with_keys) by the chain's index; `None` if there is none
+    /// that describes the chain as it is now.
+    pub(crate) fn rules_by_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        search: Search<'_>,
+    ) -> Result<Option<Vec<Listed>>> {
+        if !self.indexes.iter().any(|index| index.is_of(table, &chain.name)) {
+            let Some(identity) = self.chain_identity(table, chain)? else { return Ok(None) };
+            let Some(index) = Index::load(table, chain, identity, search) else { return Ok(None) };
+            self.indexes.push(index);
+        }
+        let found = self.rules_by_used_index(table, chain, search.wanted)?;
+        if found.as_ref().is_some_and(Vec::is_empty) && search.reads_all_if_none {
+            self.indexes.retain(|index| !index.is_of(table, &chain.name));
+            return Ok(None);
+        }
+        Ok(found)
+    }
+
+    /// Returns the chain's rules with one of these keys by an index that was used since the last
+    /// transaction; `None` if there is none, or if it names a rule that does not exist.
+    pub(crate) fn rules_by_used_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        wanted: &[Key],
+    ) -> Result<Option<Vec<Listed>>> {
+        let Some(position) = self.indexes.iter().position(|index| index.is_of(table, &chain.name)) else {
+            return Ok(None);
+        };
+        let mut rules = Vec::new();
+        for handle in self.indexes[position].handles(wanted) {
+            match self.rule(table, &chain.name, handle)? {
+                Some(listed) => rules.push(listed),
+                None => {
+                    self.indexes.remove(position).discard();
+                    return Ok(None);
+                }
+            }
+        }
+        Ok(Some(rules))
+    }
+
+    /// Returns the rule with this handle; `None` if it does not exist.
+    fn rule(&mut self, table: Table<'_>, chain: &str, handle: u64) -> Result<Option<Listed>> {
+        let what = format!("failed to read rule {handle} of nft chain {table} {chain}");
+        let attributes = vec![
+            RuleAttribute::Table(table.name.into()),
+            RuleAttribute::Chain(chain.into()),
+            RuleAttribute::Handle(handle),
+        ];
+        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        let mut found = None;
+        match self.ask(&what, table.family, &request, 0, |message| found = decode::rule(message.payload)) {
+            Ok(_) => Ok(found),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns the numbers that tell the chain from all others; `None` on kernels that lack one.
+    fn chain_identity(&mut self, table: Table<'_>, chain: &Chain) -> Result<Option<Identity>> {
+        let what = format!("failed to read nft table {table}");
+        let request =
+            NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
+        let mut handle = None;
+        self.ask(&what, table.family, &request, 0, |message| handle = decode::table_handle(message.payload))?;
+        let netns_cookie = self.socket()?.netns_cookie();
+        Ok(netns_cookie.zip(handle).map(|(netns_cookie, table)| Identity { netns_cookie, table, chain: chain.handle }))
+    }
+}
+
 /// Decodes the entries of a file; `None` if they are cut or malformed.
 fn decode_entries(bytes: &[u8]) -> Option<Vec<Entry>> {
     let (count, mut bytes) = bytes.split_first_chunk()?;
@@ -332,6 +452,6 @@ fn read_private(path: &Path) -> Option<Vec<u8>> {
 
 /// Reads a rule in the kernel's report about a transaction. `position` is that of its message.
 pub(crate) fn appended(message: &wire::Message<'_>, position: usize) -> Option<Appended> {
-    let listed = super::decode::rule(message.payload)?;
-    Some(Appended { position, listed, is_last: !super::decode::has_position(message.payload) })
+    let listed = decode::rule(message.payload)?;
+    Some(Appended { position, listed, is_last: !decode::has_position(message.payload) })
 }

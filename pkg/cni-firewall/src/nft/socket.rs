@@ -6,13 +6,13 @@
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables::{
-    ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage, TableAttribute, TableMessage,
+    ChainAttribute, ChainMessage, GenMessage, NfTablesMessage, RuleAttribute, RuleMessage,
 };
 use nix::errno::Errno;
 
 use super::batch::Batch;
 use super::decode;
-use super::index::{self, Appended, Entry, Index, Key, Search};
+use super::index::{self, Appended, Index};
 use super::refusal::{Absence, Refusal};
 use super::{BaseChain, Chain, Family, Listed, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -44,7 +44,7 @@ pub struct Nft {
     /// The maximum number of readings of one list.
     reads_max: usize,
     /// The indexes that were used since the last transaction.
-    indexes: Vec<Index>,
+    pub(super) indexes: Vec<Index>,
 }
 
 /// Whether a change failed because another process changed the rules that it was based on
@@ -78,7 +78,7 @@ impl Nft {
     }
 
     /// Returns the socket; the error of a transaction if the kernel has no nf_tables.
-    fn socket(&mut self) -> Result<&mut Socket> {
+    pub(super) fn socket(&mut self) -> Result<&mut Socket> {
         self.socket.as_mut().map_err(|absence| absence.error())
     }
 
@@ -214,126 +214,6 @@ impl Nft {
             return Err(Error::new(BATCH_FAILED, Cause::text("the kernel did not answer")));
         }
         Ok((first_refusal, appended))
-    }
-
-    /// Returns the chain's rules that have one of the wanted keys, in order; other rules can be
-    /// among them. Of a long chain with an index, only these are read. If this and the index of
-    /// another chain do not lead to changes, the chain is read as a whole the next time too.
-    pub(crate) fn rules_with_keys(
-        &mut self,
-        table: Table<'_>,
-        chain: &Chain,
-        search: Search<'_>,
-    ) -> Result<Vec<Listed>> {
-        let has_wanted_key = |listed: &Listed| {
-            let keys = (search.keys_of)(listed);
-            keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
-        };
-        if index::is_long(chain)
-            && let Some(found) = self.rules_by_index(table, chain, search)?
-        {
-            return Ok(found);
-        }
-        let mut rules = self.rules(table, &chain.name)?;
-        if index::is_long(chain) {
-            let entries = rules.iter().map(|listed| (listed.handle, (search.keys_of)(listed)));
-            self.add_index(table, chain, search, entries)?;
-        }
-        rules.retain(has_wanted_key);
-        Ok(rules)
-    }
-
-    /// Makes an index of a long chain, with the handle and the keys of each of its rules. The next
-    /// transaction writes its file.
-    pub(crate) fn add_index(
-        &mut self,
-        table: Table<'_>,
-        chain: &Chain,
-        search: Search<'_>,
-        rules: impl Iterator<Item = (u64, Vec<Key>)>,
-    ) -> Result<()> {
-        if let Some(identity) = self.chain_identity(table, chain)? {
-            let entries = rules.map(|(handle, keys)| Entry { handle, keys }).collect();
-            self.indexes.push(Index::new(table, chain, identity, search, entries));
-        }
-        Ok(())
-    }
-
-    /// Does [`rules_with_keys`](Nft::rules_with_keys) by the chain's index; `None` if there is none
-    /// that describes the chain as it is now.
-    pub(crate) fn rules_by_index(
-        &mut self,
-        table: Table<'_>,
-        chain: &Chain,
-        search: Search<'_>,
-    ) -> Result<Option<Vec<Listed>>> {
-        if !self.indexes.iter().any(|index| index.is_of(table, &chain.name)) {
-            let Some(identity) = self.chain_identity(table, chain)? else { return Ok(None) };
-            let Some(index) = Index::load(table, chain, identity, search) else { return Ok(None) };
-            self.indexes.push(index);
-        }
-        let found = self.rules_by_used_index(table, chain, search.wanted)?;
-        if found.as_ref().is_some_and(Vec::is_empty) && search.reads_all_if_none {
-            self.indexes.retain(|index| !index.is_of(table, &chain.name));
-            return Ok(None);
-        }
-        Ok(found)
-    }
-
-    /// Returns the chain's rules with one of these keys by an index that was used since the last
-    /// transaction; `None` if there is none, or if it names a rule that does not exist.
-    pub(crate) fn rules_by_used_index(
-        &mut self,
-        table: Table<'_>,
-        chain: &Chain,
-        wanted: &[Key],
-    ) -> Result<Option<Vec<Listed>>> {
-        let Some(position) = self.indexes.iter().position(|index| index.is_of(table, &chain.name)) else {
-            return Ok(None);
-        };
-        let mut rules = Vec::new();
-        for handle in self.indexes[position].handles(wanted) {
-            match self.rule(table, &chain.name, handle)? {
-                Some(listed) => rules.push(listed),
-                None => {
-                    self.indexes.remove(position).discard();
-                    return Ok(None);
-                }
-            }
-        }
-        Ok(Some(rules))
-    }
-
-    /// Returns the rule with this handle; `None` if it does not exist.
-    fn rule(&mut self, table: Table<'_>, chain: &str, handle: u64) -> Result<Option<Listed>> {
-        let what = format!("failed to read rule {handle} of nft chain {table} {chain}");
-        let attributes = vec![
-            RuleAttribute::Table(table.name.into()),
-            RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Handle(handle),
-        ];
-        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
-        let mut found = None;
-        match self.ask(&what, table.family, &request, 0, |message| found = decode::rule(message.payload)) {
-            Ok(_) => Ok(found),
-            Err(error) if error.is_not_found() => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Returns the numbers that tell the chain from all others; `None` on kernels that lack one.
-    fn chain_identity(&mut self, table: Table<'_>, chain: &Chain) -> Result<Option<index::Identity>> {
-        let what = format!("failed to read nft table {table}");
-        let request =
-            NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
-        let mut handle = None;
-        self.ask(&what, table.family, &request, 0, |message| handle = decode::table_handle(message.payload))?;
-        let netns_cookie = self.socket()?.netns_cookie();
-        Ok(netns_cookie.zip(handle).map(|(netns_cookie, table)| index::Identity {
-            netns_cookie,
-            table,
-            chain: chain.handle,
-        }))
     }
 
     /// Returns the chain's rules, in order; none if the chain does not exist. The kernel sends only
@@ -622,7 +502,7 @@ impl Nft {
     /// answer is uninterrupted: `false` if the kernel flags that a transaction interrupted the
     /// list. On a kernel without nf_tables, the answer has no object. `what` begins an error's
     /// text.
-    fn ask(
+    pub(super) fn ask(
         &mut self,
         what: &str,
         family: Family,
