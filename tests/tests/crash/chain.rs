@@ -32,13 +32,21 @@ pub(crate) struct Chain<'w> {
     /// Port mappings are per container.
     port: u64,
     version: &'static str,
+    ip_masq: Value,
 }
 
 impl<'w> Chain<'w> {
     pub(crate) fn new(world: &'w World, container: &Container) -> Chain<'w> {
         let number: u64 = container.id.rsplit('-').next().and_then(|number| number.parse().ok()).unwrap_or_default();
         let attachment = Attachment::new(&world.node, container, Value::Null);
-        Chain { world, container: attachment, port: 10_000 + number % 50_000, version: "1.1.0" }
+        let ip_masq = json!({"exclude": ["198.51.100.0/22", "fd00:9::/61"]});
+        Chain { world, container: attachment, port: 10_000 + number % 50_000, version: "1.1.0", ip_masq }
+    }
+
+    /// Makes `ipMasq` a boolean, the only form that Go's plugins know.
+    pub(crate) fn without_exclusions(mut self) -> Self {
+        self.ip_masq = json!(true);
+        self
     }
 
     /// Uses the plugins of another folder, in a version that older ones support too.
@@ -53,14 +61,9 @@ impl<'w> Chain<'w> {
         let world = self.world;
         // Either the spoof check drops frames of another MAC, or tuning sets a MAC.
         let spoof_check = world.checks_spoofing();
-        // Go's plugins know only booleans.
-        let masquerade = match self.version {
-            "1.0.0" => json!(true),
-            _ => json!({"exclude": ["198.51.100.0/22", "fd00:9::/61"]}),
-        };
         let mut config = match plugin {
             "bridge" => json!({
-                "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": masquerade,
+                "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": self.ip_masq,
                 "ipMasqBackend": world.backend.key(), "macspoofchk": spoof_check, "ipam": ipam(&world.node, &["10.1.0.0/20", "fd00:1::/64"]),
             }),
             "tuning" => json!({

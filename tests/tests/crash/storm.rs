@@ -156,8 +156,8 @@ impl<'w> Storm<'w> {
     fn attachment(&self, dice: &mut Dice, late: bool) {
         let container = self.world.node.container();
         let go = self.whose == Whose::Mixed && dice.below(3) == 0;
-        let ours = Chain::new(self.world, &container);
-        let chain = if go { Chain::new(self.world, &container).by(go_bin_dir()) } else { ours };
+        let ours = Chain::new(self.world, &container).without_exclusions();
+        let chain = if go { ours.by(go_bin_dir()) } else { ours };
         let added = {
             let _quiet = self.quiet.read().unwrap();
             let added = self.add(&chain, go, late, dice);
@@ -188,13 +188,13 @@ impl<'w> Storm<'w> {
         // By either implementation: the runtime may have changed its plugins meanwhile.
         let by_go = go && dice.below(2) == 0;
         for plugin in PLUGINS.iter().rev() {
-            let chain = Chain::new(self.world, &container);
+            let chain = Chain::new(self.world, &container).without_exclusions();
             if by_go {
                 self.go_calls.fetch_add(1, Ordering::Relaxed);
                 let failed = self.call(&chain.by(go_bin_dir()), plugin, "DEL", prev, None).status != Some(0);
                 self.go_failed.fetch_add(usize::from(failed), Ordering::Relaxed);
             }
-            let chain = Chain::new(self.world, &container);
+            let chain = Chain::new(self.world, &container).without_exclusions();
             let outcome = self.call(&chain, plugin, "DEL", prev, None);
             if outcome.status != Some(0) {
                 self.complain(format!("DEL failed\n{}", outcome.report()));
@@ -225,7 +225,7 @@ impl<'w> Storm<'w> {
     fn collect(&self) {
         let _quiet = self.quiet.write().unwrap();
         let anybody = self.world.node.container();
-        for complaint in Chain::new(self.world, &anybody).try_gc_all() {
+        for complaint in Chain::new(self.world, &anybody).without_exclusions().try_gc_all() {
             self.complain(format!("GC failed\n{complaint}"));
         }
         self.collected.fetch_add(1, Ordering::Relaxed);
