@@ -116,31 +116,52 @@ fn a_call_reads_as_much_on_a_full_node_as_on_an_empty_one() {
     });
 }
 
-/// The number of rules is the same as before, but one is another container's.
+/// The number of rules is the same as before, but one is another container's. Go removes the last
+/// rule of the chain, or the one before it.
 #[test]
 fn a_port_that_go_has_given_away_meanwhile_is_found() {
     require!(cni_testkit::probe::go_nftables());
     each(&BACKENDS, |world| {
         fill(world, MANY);
-        let (gone, holder, late) = (world.dual(), world.dual(), world.dual());
         let config = |port| world.config(json!([map(port, 80, "tcp")]));
         let by_go =
             |pod: &Pod<'_>, verb, port| -> Outcome { pod.call_by(&go(), verb, &config(port), Some(&pod.result)) };
-        gone.add(&config(8081)).success();
-        by_go(&gone, "DEL", 8081).success();
-        by_go(&holder, "ADD", 8080).success();
-        let before = world.rules();
-        // In nftables Go's rule does not name the network, so only a note names the holder.
-        let outcome = late.add(&config(8080));
-        let said = outcome.stderr.clone() + &outcome.stdout;
-        assert!(said.contains("8080") && said.contains(&holder.container.id), "{}", outcome.report());
-        late.del(&config(8080)).success();
-        assert_eq!(world.rules(), before, "{:?}", world.backend);
-        late.add(&config(8082)).success();
-        late.check(&config(8082)).success();
-        for pod in [late, holder, gone] {
-            pod.leave();
+        for gone_is_last in [true, false] {
+            let (gone, kept, holder, late) = (world.dual(), world.dual(), world.dual(), world.dual());
+            gone.add(&config(8081)).success();
+            if !gone_is_last {
+                kept.add(&config(8083)).success();
+            }
+            by_go(&gone, "DEL", 8081).success();
+            by_go(&holder, "ADD", 8080).success();
+            let before = world.rules();
+            // In nftables Go's rule does not name the network, so only a note names the holder.
+            let outcome = late.add(&config(8080));
+            let said = outcome.stderr.clone() + &outcome.stdout;
+            assert!(said.contains("8080") && said.contains(&holder.container.id), "{}", outcome.report());
+            late.del(&config(8080)).success();
+            assert_eq!(world.rules(), before, "{:?}", world.backend);
+            late.add(&config(8082)).success();
+            late.check(&config(8082)).success();
+            for pod in [late, holder, kept, gone] {
+                pod.leave();
+            }
         }
+        clear(world, MANY);
+    });
+}
+
+/// The number of rules shows it.
+#[test]
+fn a_rule_that_was_inserted_by_hand_is_found() {
+    each(&[Backend::Nftables], |world| {
+        fill(world, MANY);
+        let mapping = "tcp dport 8080 dnat to 10.77.9.9:80 comment \"by-hand\"";
+        world.node.exec(&["nft", &format!("insert rule ip cni_hostport hostports {mapping}")]);
+        let late = world.dual();
+        let outcome = late.add(&world.config(json!([map(8080, 80, "tcp")])));
+        assert!(outcome.stderr.contains("by-hand"), "{}", outcome.report());
+        late.leave();
         clear(world, MANY);
     });
 }
@@ -175,7 +196,7 @@ fn a_damaged_index_hides_no_holder_of_a_port() {
         let late = world.dual();
         let config = world.config(json!([map(8080, 80, "tcp")]));
         for damage in [
-            "for f in /run/cni/rules-*; do truncate -s -9 $f; done",
+            "for f in /run/cni/rules-*; do truncate -s -21 $f; done",
             "for f in /run/cni/rules-*; do : >$f; done",
             "for f in /run/cni/rules-*; do chmod 666 $f; done",
             "for f in /run/cni/rules-*; do rm $f; mkfifo $f; done",
