@@ -267,7 +267,9 @@ impl Index {
                 content.extend(key.to_ne_bytes());
             }
         }
-        let temporary = self.path.with_extension(format!("{}.tmp", std::process::id()));
+        // Always the same name, so that a killed process leaves one file at most. Of two processes
+        // at once, one can publish the file of the other, which is complete.
+        let temporary = self.path.with_extension("tmp");
         let _ = DirBuilder::new()
             .recursive(true)
             .mode(0o755)
