@@ -258,6 +258,7 @@ impl Index {
     /// rules, or the same rules.
     fn save(&self) {
         let mut content = self.head();
+        content.reserve(32 * self.entries.len());
         content.extend(self.entries.len().to_ne_bytes());
         for Entry { handle, keys } in &self.entries {
             content.extend(handle.to_ne_bytes());
@@ -427,7 +428,8 @@ impl Nft {
 /// Decodes the entries of a file; `None` if they are cut or malformed.
 fn decode_entries(bytes: &[u8]) -> Option<Vec<Entry>> {
     let (count, mut bytes) = bytes.split_first_chunk()?;
-    let mut entries = Vec::new();
+    // An entry has 8 bytes at least, and usually two keys.
+    let mut entries = Vec::with_capacity(bytes.len() / 16);
     while let Some((handle, rest)) = bytes.split_first_chunk::<8>() {
         let (count, rest) = rest.split_first()?;
         let (keys, rest) = rest.split_at_checked(4 * usize::from(*count))?;
@@ -447,7 +449,8 @@ fn read_private(path: &Path) -> Option<Vec<u8>> {
     if !metadata.is_file() || !is_private || metadata.len() > FILE_MAX {
         return None;
     }
-    let mut content = Vec::new();
+    // With room for one byte more, the end is found without another allocation.
+    let mut content = Vec::with_capacity(usize::try_from(metadata.len()).ok()? + 1);
     let read: io::Result<usize> = file.take(FILE_MAX).read_to_end(&mut content);
     read.ok().map(|_| content)
 }
