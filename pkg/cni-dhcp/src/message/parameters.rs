@@ -49,7 +49,7 @@ pub struct LeaseParameters {
     /// routes, there is a default route through it.
     pub routers: Vec<Ipv4Addr>,
     /// The classless routes (option 121): destination, prefix and gateway. `None` if the option is
-    /// absent or invalid. With a valid option, there are no other routes.
+    /// absent or invalid. A valid option replaces all other routes.
     pub classless: Option<Vec<(Ipv4Addr, u8, Ipv4Addr)>>,
     /// The routes by address class (option 33): destination and gateway.
     pub classful: Vec<(Ipv4Addr, Ipv4Addr)>,

@@ -37,6 +37,9 @@ const MAGIC: &[u8; 8] = b"cniidx1\n";
 /// The number of rules from which a chain has an index. The kernel sends this many rules in one
 /// datagram or two.
 const RULES_MIN: u32 = 64;
+/// The number of rules of a transaction above which the kernel is not asked to report them: more
+/// reports could overrun the socket's receive buffer.
+const REPORTS_MAX: usize = 64;
 /// The size of a file above which it is not read: that of a million rules.
 const FILE_MAX: u64 = 64 << 20;
 
@@ -207,6 +210,10 @@ impl Index {
         let deleted = self.deleted(changes);
         let last = self.entries.iter().rev().find(|entry| !deleted.contains(&entry.handle));
         let (Some(last), appends) = (last, self.appends(changes)) else { return };
+        // Without a report, `finish` makes the caller read all rules.
+        if appends.len() > REPORTS_MAX {
+            return;
+        }
         for (front, back) in (0..appends.len() / 2).map(|index| (appends[index], appends[appends.len() - 1 - index])) {
             changes.swap(front, back);
         }
