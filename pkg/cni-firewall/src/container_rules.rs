@@ -192,9 +192,9 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     list_nft_masquerade(nft, rules)?;
     list_nft_portmap(nft, rules)?;
     for owners in forward::nftables::list_owners(nft)? {
-        for owned in owners.addresses() {
+        for record in owners.records(nft)? {
             let place = format!("nft {}", owners.table());
-            rules.extend(forward_entry(place, &owned));
+            rules.extend(forward_entry(place, &record.owned));
         }
     }
     // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.

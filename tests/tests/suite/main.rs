@@ -21,6 +21,7 @@ mod examples;
 mod files;
 mod firewall;
 mod flannel;
+mod full_node;
 mod gc;
 mod gc_costs;
 mod host_device;

@@ -28,24 +28,24 @@
 //! `cni_forward` in place of `forward`. The chain with this jump is the [`EntryChain`].
 
 mod check;
+mod owners;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::entry_chain::EntryChain;
-use super::iptables::read_record;
 use super::owner::{self, Ingress, OwnedAddress};
 use crate::engine;
-use crate::iptables::rule_in_words;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
 };
-use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table};
+use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Nft, Rule, SetKind, Table};
 use crate::owner::AttachmentFilter;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::route;
 
 pub(super) use check::check;
+use owners::{OwnersChain, Record};
+pub(crate) use owners::{list_owners, read_owner_rule};
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
 pub(super) const OWN_TABLE: &str = "cni_firewall";
@@ -197,44 +197,6 @@ pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule>
     Ok(Rule::new(exprs).with_comment(owned.owner.clone()))
 }
 
-/// Reads a rule that [`owner_rule`] has written; `None` for other rules.
-pub(crate) fn read_owner_rule(listed: &Listed) -> Option<OwnedAddress> {
-    // The rule does not name its family. Decoded for the wrong family, it has no address.
-    let families = [route::Family::V4, route::Family::V6];
-    families.into_iter().find_map(|family| read_record(&rule_in_words(family, listed.clone())))
-}
-
-/// The chain [`OWNERS`] of one table.
-pub(crate) struct OwnersChain {
-    family: Family,
-    table: String,
-    rules: Vec<Listed>,
-}
-
-impl OwnersChain {
-    pub(crate) fn table(&self) -> Table<'_> {
-        Table { family: self.family, name: &self.table }
-    }
-
-    /// Returns the addresses that the rules record.
-    pub(crate) fn addresses(&self) -> impl Iterator<Item = OwnedAddress> {
-        self.rules.iter().filter_map(read_owner_rule)
-    }
-}
-
-/// Returns the chains [`OWNERS`] of all tables: an earlier configuration may have named an
-/// administrator's chain in another table.
-pub(crate) fn list_owners(nft: &mut Nft) -> Result<Vec<OwnersChain>> {
-    let mut chains = Vec::new();
-    for family in FAMILIES {
-        for (table, _) in nft.chains_where(family, |_, chain| chain.name == OWNERS)? {
-            let rules = nft.rules(Table { family, name: &table }, OWNERS)?;
-            chains.push(OwnersChain { family, table, rules });
-        }
-    }
-    Ok(chains)
-}
-
 /// Fails with ENOENT if an administrator's chain is configured but does not exist.
 fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     let Some(chain) = admin_chain else { return Ok(()) };
@@ -264,23 +226,29 @@ pub(super) fn ensure(
     let groups = by_entry_chain(addresses, admin_chain, &own_chain);
     check_exists(nft, admin_chain)?;
     let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let mut recorded_count = 0;
+        let (mut recorded_count, mut recorded_in) = (0, Vec::new());
         for owners in list_owners(nft)? {
             let table = owners.table();
             let mut wanted_here: Vec<OwnedAddress> = Vec::new();
             for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
                 wanted_here.extend(group.iter().copied().cloned());
             }
-            let recorded: Vec<OwnedAddress> = owners.addresses().collect();
+            let records = owners.find(nft, Some(owner), addresses.iter().map(|owned| owned.address), true)?;
+            let recorded: Vec<OwnedAddress> = records.iter().map(|record| record.owned.clone()).collect();
             recorded_count += wanted_here.iter().filter(|owned| recorded.contains(owned)).count();
-            let outdated = owner::outdated_records(owners.addresses(), owner, addresses)?;
-            let is_removed = |owned: &OwnedAddress| {
-                (owned.owner == owner && !wanted_here.contains(owned)) || outdated.contains(owned)
+            let outdated = owner::outdated_records(recorded.clone(), owner, addresses)?;
+            let is_removed = |record: &Record| {
+                (record.owned.owner == owner && !wanted_here.contains(&record.owned))
+                    || outdated.contains(&record.owned)
             };
-            remove_addresses(nft, batch, &owners, &is_removed, &wanted_here)?;
+            let removed: Vec<Record> = records.into_iter().filter(is_removed).collect();
+            remove_addresses(nft, batch, &owners, &removed, &wanted_here)?;
+            recorded_in.push((owners, recorded));
         }
         for (entry_chain, group) in &groups {
-            add_addresses(nft, batch, entry_chain, group)?;
+            let is_in_table = |(owners, _): &&(OwnersChain, _)| owners.table() == entry_chain.table();
+            let recorded = recorded_in.iter().find(is_in_table).map_or(&[][..], |(_, recorded)| recorded);
+            add_addresses(nft, batch, entry_chain, group, recorded)?;
         }
         *changed |= recorded_count < addresses.len();
         Ok(())
@@ -289,12 +257,14 @@ pub(super) fn ensure(
 }
 
 /// Adds to `batch` all that is missing in the table of `entry_chain`: the chains, sets and rules
-/// that all containers share, and the elements and rules for `addresses`.
+/// that all containers share, and the elements and rules for `addresses`, of which the table has
+/// records of `recorded`.
 fn add_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
     entry_chain: &EntryChain,
     addresses: &[&OwnedAddress],
+    recorded: &[OwnedAddress],
 ) -> Result<()> {
     let table = entry_chain.table();
     if entry_chain.is_in_own_table() {
@@ -310,11 +280,11 @@ fn add_addresses(
         let (set, kind) = set_of(sample);
         batch.ensure_set(table, set, kind);
     }
-    let recorded: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
     let required = Accepted::required_by(addresses.iter().copied());
     if find_accepted(nft, entry_chain)?.is_none_or(|accepted| accepted < required) {
         // Another program may have changed rules that other containers need.
-        let required = required.max(Accepted::required_by(&recorded));
+        let all: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
+        let required = required.max(Accepted::required_by(&all));
         if required == Accepted::Redirected {
             for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
                 let (set, kind) = redirected_set_of(sample);
@@ -329,7 +299,7 @@ fn add_addresses(
     if !leads_to_forward(nft, entry_chain)? {
         batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));
     }
-    add_elements(nft, batch, table, addresses, &recorded)
+    add_elements(nft, batch, table, addresses, recorded)
 }
 
 /// Adds to `batch` the missing elements and rules for `addresses`. `recorded` are the addresses in
@@ -392,53 +362,76 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
 pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
     let selected = filter.owners(owner::NAME);
     for owners in list_owners(nft)? {
-        remove_addresses(nft, batch, &owners, &|owned| selected.contains(&owned.owner), &[])?;
+        let mut records = match filter {
+            AttachmentFilter::One { .. } => {
+                let owner = selected.beginnings.iter().next().map(String::as_str);
+                owners.find(nft, owner, std::iter::empty(), false)?
+            }
+            AttachmentFilter::Garbage { .. } => owners.records(nft)?,
+        };
+        records.retain(|record| selected.contains(&record.owned.owner));
+        remove_addresses(nft, batch, &owners, &records, &[])?;
     }
     Ok(())
 }
 
-/// Adds to `batch` the removal of the records in `owners` for which `is_removed` is true, and of
-/// the set elements and isolation rules in the same table that no remaining record requires. The
-/// addresses in `staying`, which the caller adds to the table, count as remaining records.
+/// Adds to `batch` the removal of the records `removed` of `owners`, and of the set elements and
+/// isolation rules in the same table that no remaining record requires. The addresses in `staying`,
+/// which the caller adds to the table, count as remaining records.
 fn remove_addresses(
     nft: &mut Nft,
     batch: &mut Batch,
     owners: &OwnersChain,
-    is_removed: &dyn Fn(&OwnedAddress) -> bool,
+    removed: &[Record],
     staying: &[OwnedAddress],
 ) -> Result<()> {
-    let table = owners.table();
-    let mut removed = Vec::new();
-    let mut remaining: Vec<OwnedAddress> = staying.to_vec();
-    for listed in &owners.rules {
-        let Some(owned) = read_owner_rule(listed) else { continue };
-        if is_removed(&owned) {
-            batch.delete_rule(table, OWNERS, listed.handle);
-            removed.push(owned);
-        } else {
-            remaining.push(owned);
-        }
-    }
     if removed.is_empty() {
         return Ok(());
     }
-    let required: BTreeSet<(&str, IpAddr)> = remaining.iter().flat_map(elements).collect();
-    for (set, address) in removed.iter().flat_map(elements).collect::<BTreeSet<_>>() {
+    let table = owners.table();
+    for record in removed {
+        batch.delete_rule(table, OWNERS, record.handle);
+    }
+    let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.handle).collect();
+    let remaining = |records: Vec<Record>| {
+        let kept = records.into_iter().filter(|record| !removed_handles.contains(&record.handle));
+        staying.iter().cloned().chain(kept.map(|record| record.owned)).collect::<Vec<OwnedAddress>>()
+    };
+    let addresses = removed.iter().map(|record| record.owned.address);
+    let same_addresses = remaining(owners.find(nft, None, addresses, false)?);
+    let required: BTreeSet<(&str, IpAddr)> = same_addresses.iter().flat_map(elements).collect();
+    for (set, address) in removed.iter().flat_map(|record| elements(&record.owned)).collect::<BTreeSet<_>>() {
         if !required.contains(&(set, address)) && nft.has_element(table, set, address)? {
             batch.delete_element(table, set, address);
         }
     }
-    let mut required_isolation = Vec::new();
-    for ingress in remaining.iter().map(|owned| &owned.ingress).collect::<BTreeSet<_>>() {
-        required_isolation.extend(isolation_rules(ingress)?);
-    }
+    remove_isolation(nft, batch, owners, remaining)
+}
+
+/// Adds to `batch` the removal of the isolation rules in the table of `owners` that no remaining
+/// record requires. `remaining` returns those of all records.
+fn remove_isolation(
+    nft: &mut Nft,
+    batch: &mut Batch,
+    owners: &OwnersChain,
+    remaining: impl Fn(Vec<Record>) -> Vec<OwnedAddress>,
+) -> Result<()> {
+    let table = owners.table();
+    let mut existing = Vec::new();
     for chain in [STAGE_1, STAGE_2] {
-        for listed in nft.rules(table, chain)? {
-            let is_required =
-                |(required_chain, exprs): &(&str, Vec<Expr>)| *required_chain == chain && *exprs == listed.rule.exprs;
-            if !required_isolation.iter().any(is_required) {
-                batch.delete_rule(table, chain, listed.handle);
-            }
+        existing.extend(nft.rules(table, chain)?.into_iter().map(|listed| (chain, listed)));
+    }
+    // Without isolation, the other records, which can be many, are not read.
+    if existing.is_empty() {
+        return Ok(());
+    }
+    let mut required = Vec::new();
+    for ingress in remaining(owners.records(nft)?).iter().map(|owned| &owned.ingress).collect::<BTreeSet<_>>() {
+        required.extend(isolation_rules(ingress)?);
+    }
+    for (chain, listed) in existing {
+        if !required.iter().any(|(required, exprs)| *required == chain && *exprs == listed.rule.exprs) {
+            batch.delete_rule(table, chain, listed.handle);
         }
     }
     Ok(())
@@ -446,8 +439,13 @@ fn remove_addresses(
 
 /// Whether a table records an address of the attachment `owner`.
 pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
-    let chains = list_owners(nft)?;
-    Ok(chains.iter().flat_map(OwnersChain::addresses).any(|owned| owned.owner == owner))
+    for owners in list_owners(nft)? {
+        let records = owners.find(nft, Some(owner), std::iter::empty(), false)?;
+        if records.iter().any(|record| record.owned.owner == owner) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Returns the base chains whose policy drops forwarded packets, except `admin_chain`, each as
@@ -479,6 +477,6 @@ pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
         return Ok(());
     }
     let mut batch = Batch::new();
-    add_addresses(&mut nft, &mut batch, entry_chain, &[])?;
+    add_addresses(&mut nft, &mut batch, entry_chain, &[], &[])?;
     nft.rehearse(batch)
 }

@@ -126,14 +126,6 @@ pub(super) fn is_name(comment: &str) -> bool {
     AttachmentId::parse(comment).is_some()
 }
 
-/// Returns the address's bytes in network byte order, as the kernel's rules contain them.
-pub(super) fn octets(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(address) => address.octets().to_vec(),
-        IpAddr::V6(address) => address.octets().to_vec(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

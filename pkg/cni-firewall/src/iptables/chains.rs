@@ -6,6 +6,7 @@ use std::net::IpAddr;
 
 use super::super::nft::{self, Key, Listed, Nft, Search};
 use super::{Chain, Rule, Table, compat};
+use cni::Cidr;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -21,6 +22,72 @@ pub struct Chains<'a> {
     pub(super) read_chains: BTreeMap<String, Option<Chain>>,
     /// The chains of iptables-nft that were looked for; `None` for one that does not exist.
     pub(super) found_chains: BTreeMap<String, Option<nft::Chain>>,
+}
+
+/// What a rule contains.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Part<'a> {
+    /// The chain or target that the rule leads to.
+    Target(&'a str),
+    /// The comment.
+    Comment(&'a str),
+    /// The beginning of the comment.
+    CommentBeginning(&'a str),
+    /// The only address that the rule matches, as source or destination.
+    Address(IpAddr),
+}
+
+impl Part<'_> {
+    /// Returns the bytes that a rule with this part contains.
+    fn bytes(self) -> Vec<u8> {
+        match self {
+            Part::Target(text) | Part::Comment(text) | Part::CommentBeginning(text) => text.into(),
+            Part::Address(IpAddr::V4(address)) => address.octets().into(),
+            Part::Address(IpAddr::V6(address)) => address.octets().into(),
+        }
+    }
+
+    /// Returns the key of a rule with this part; `None` if no index has it.
+    fn key(self) -> Option<Key> {
+        match self {
+            Part::Target(target) => Some(Key::target(target)),
+            Part::Comment(comment) => Some(Key::comment(comment)),
+            Part::CommentBeginning(_) => None,
+            Part::Address(address) => Some(Key::address(address)),
+        }
+    }
+}
+
+/// What a search in a chain is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// The caller appends the rules that are not found.
+    Append,
+    /// The caller appends nothing, but compares or deletes what is found.
+    Read,
+}
+
+/// Returns the function that gives the keys of a rule of this family: those of its target, its
+/// comment and its addresses.
+pub(super) fn keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
+    fn keys(family: Family, listed: &Listed) -> Vec<Key> {
+        let rule = compat::rule_in_words(family, listed.clone());
+        let addresses = ["-s", "-d"].into_iter().filter_map(|option| single_address(&rule, option));
+        // Every rule has a key, because a search returns all rules without one.
+        let target = Key::target(rule.target().unwrap_or_default());
+        std::iter::once(target).chain(rule.comment().map(Key::comment)).chain(addresses.map(Key::address)).collect()
+    }
+    match family {
+        Family::V4 => |listed| keys(Family::V4, listed),
+        Family::V6 => |listed| keys(Family::V6, listed),
+    }
+}
+
+/// Returns the only address that the rule matches with this option, `-s` or `-d`; `None` if it
+/// matches any, or a network.
+pub(crate) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
+    let cidr: Cidr = rule.value(option)?.parse().ok()?;
+    if cidr == Cidr::host(cidr.address()) { Some(cidr.address()) } else { None }
 }
 
 /// The functions by which a chain with jumps to the chains of containers is indexed.
@@ -101,27 +168,37 @@ impl Chains<'_> {
         Ok(self.chain(name)?.map_or(&[], |chain| chain.rules.as_slice()))
     }
 
-    /// Returns the chain's rules that jump to `target`. In a long chain this is much cheaper than
-    /// searching [`rules`](Chains::rules).
-    pub fn rules_leading_to(&mut self, name: &str, target: &str) -> Result<Vec<Rule>> {
-        self.find_rules(name, &[target.as_bytes()], |rule| rule.target() == Some(target))
-    }
-
-    /// Returns the chain's rules, in order, for which `is_wanted` is true. Every wanted rule must
-    /// contain one of the `needles`, which are texts, or addresses in network byte order: over
-    /// netlink only rules with a needle are decoded, so the search is cheap in a long chain.
-    pub fn find_rules(
+    /// Returns the chain's rules, in order, that have one of the parts and for which `is_wanted` is
+    /// true. Over netlink only rules that contain the bytes of a part are decoded, and of a long
+    /// chain for which [`has_chain`](Chains::has_chain) was called before, only those are read that
+    /// its index has for a part.
+    pub(crate) fn find_rules(
         &mut self,
         name: &str,
-        needles: &[&[u8]],
+        parts: &[Part<'_>],
+        purpose: Purpose,
         is_wanted: impl Fn(&Rule) -> bool,
     ) -> Result<Vec<Rule>> {
+        let found = self.found_chains.get(name).cloned().flatten().filter(nft::is_long);
         if !self.read_chains.contains_key(name)
             && let Some(nft) = &mut self.nft
         {
-            let has_needle = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
-            let listed = nft.rules_where(self.table.in_nf_tables(self.family), name, has_needle)?;
-            let rules = listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed));
+            let (table, family) = (self.table.in_nf_tables(self.family), self.family);
+            let keys: Option<Vec<Key>> = parts.iter().map(|part| part.key()).collect();
+            let listed = match found.zip(keys) {
+                Some((chain, wanted)) => {
+                    let reads_all_if_missing = purpose == Purpose::Read;
+                    let search =
+                        Search { keys_of: keys_in(family), appended: &[], wanted: &wanted, reads_all_if_missing };
+                    nft.rules_with_keys(table, &chain, search)?
+                }
+                None => {
+                    let needles: Vec<Vec<u8>> = parts.iter().map(|part| part.bytes()).collect();
+                    let has_part = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
+                    nft.rules_where(table, name, has_part)?
+                }
+            };
+            let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed));
             return Ok(rules.filter(is_wanted).collect());
         }
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
@@ -143,9 +220,9 @@ impl Chains<'_> {
             let mut wanted = vec![Key::target(target)];
             wanted.extend(ports.iter().map(|port| Key::port(*port)));
             let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
-            let reads_all_if_none = address.is_none();
+            let reads_all_if_missing = address.is_none();
             let search =
-                Search { keys_of: keys_of.of(self.family), appended: &appended, wanted: &wanted, reads_all_if_none };
+                Search { keys_of: keys_of.of(self.family), appended: &appended, wanted: &wanted, reads_all_if_missing };
             return self.find_indexed(&chain, search, keys_of);
         }
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };

@@ -202,7 +202,7 @@ fn another_table_is_changed_as_nat_is() {
         iptables
             .change(family, variant, |table| {
                 let mut edit = Edit::new();
-                for rule in table.rules_leading_to("FORWARD", "CNI-FORWARD")? {
+                for rule in table.find_rules("FORWARD", &[Part::Target("CNI-FORWARD")], Purpose::Read, |_| true)? {
                     edit.delete("FORWARD", &rule);
                 }
                 if let Some(chain) = table.chain("CNI-FORWARD")? {

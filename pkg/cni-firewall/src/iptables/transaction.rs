@@ -1,5 +1,6 @@
 //! Turns the additions of an [`Edit`] into a transaction of nf_tables, without a program.
 
+use super::chains::keys_in;
 use super::edit::{Edit, IfExists};
 use super::{Table, encode, xt};
 use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
@@ -86,8 +87,12 @@ fn add_missing_base_chains(
         // A base chain that exists must not be in the transaction: closing the socket would then
         // wait for an RCU grace period.
         let is_used = edit.rules.iter().any(|added| added.chain == *name);
-        if is_used && nft.find_chain(nft_table, name)?.is_none() {
-            missing.push((name, *base));
+        if !is_used {
+            continue;
+        }
+        match nft.find_chain(nft_table, name)? {
+            Some(chain) => nft.use_index(nft_table, &chain, keys_in(family))?,
+            None => missing.push((name, *base)),
         }
     }
     if missing.is_empty() {

@@ -30,7 +30,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use cni::Cidr;
 use cni::hash::sha512_hex;
 
-use crate::iptables::{Chain, Chains, Edit, Rule};
+use crate::iptables::{Chain, Chains, Edit, Part, Purpose, Rule};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -196,11 +196,13 @@ struct ContainerRules {
 
 impl ContainerRules {
     /// Reads the rules of a container.
-    fn read(nat: &mut Chains<'_>, names: &RuleNames<'_>) -> Result<ContainerRules> {
+    fn read(nat: &mut Chains<'_>, names: &RuleNames<'_>, purpose: Purpose) -> Result<ContainerRules> {
         // Without the chain, POSTROUTING, which can be long, is not read: a rule cannot jump to a
         // chain that does not exist.
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
-        let all_jumps = nat.rules_leading_to(POSTROUTING, &names.chain)?;
+        let leads_to_chain = |rule: &Rule| rule.target() == Some(&names.chain);
+        nat.has_chain(POSTROUTING)?;
+        let all_jumps = nat.find_rules(POSTROUTING, &[Part::Target(&names.chain)], purpose, leads_to_chain)?;
         let (jumps, other_jumps): (Vec<Rule>, Vec<Rule>) = all_jumps.into_iter().partition(|rule| names.is_jump(rule));
         Ok(ContainerRules { chain: Some(chain), jumps, has_other_jumps: !other_jumps.is_empty() })
     }
@@ -351,7 +353,7 @@ pub(super) fn ensure(
     exclude: &[Cidr],
 ) -> Result<Edit> {
     let (mut edit, names) = (Edit::new(), RuleNames::new(attachment, exclude));
-    let rules = ContainerRules::read(nat, &names)?;
+    let rules = ContainerRules::read(nat, &names, Purpose::Append)?;
     rules.add_missing(&mut edit, &names, nat.family(), addresses);
     let tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
     let is_outdated = |tag: &Tag| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
@@ -369,7 +371,13 @@ pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Resul
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
             let names = RuleNames::new(attachment, &[]);
-            ContainerRules::read(nat, &names)?.remove(&mut edit, &names.chain, is_garbage, untagged, &[]);
+            ContainerRules::read(nat, &names, Purpose::Read)?.remove(
+                &mut edit,
+                &names.chain,
+                is_garbage,
+                untagged,
+                &[],
+            );
         }
         AttachmentFilter::Garbage { network, valid } => {
             let valid_chains: BTreeSet<String> = valid.iter().map(|(id, _)| chain_name(network, id)).collect();
@@ -391,7 +399,7 @@ pub(super) fn check(
     exclude: &[Cidr],
 ) -> Result<Vec<String>> {
     let names = RuleNames::new(attachment, exclude);
-    let rules = ContainerRules::read(nat, &names)?;
+    let rules = ContainerRules::read(nat, &names, Purpose::Read)?;
     let mut missing = Vec::new();
     for rule in rules.outdated_exclusions(&names, addresses) {
         let words = rule.words().join(" ");

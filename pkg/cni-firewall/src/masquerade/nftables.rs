@@ -25,7 +25,7 @@ use cni::hash::sha512_hex;
 use crate::engine;
 use crate::iptables::words;
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
-use crate::nft::{self, BaseChain, Batch, Hook, Kind, Listed, Nft, Rule, Table};
+use crate::nft::{self, BaseChain, Batch, Hook, Key, Kind, Listed, Nft, Rule, Search, Table};
 use crate::owner::{AttachmentFilter, OwnerForm};
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -85,8 +85,32 @@ pub(crate) fn key_of(comment: &str) -> &str {
     comment.get(..2 * HASH_DIGITS + 1).unwrap_or(comment)
 }
 
+/// Returns the key of a comment in the index of [`CHECKS`].
+fn index_key(comment: &str) -> Key {
+    Key::comment(key_of(comment))
+}
+
+/// Returns the rules of the attachment. `appends` says whether the caller appends those that are
+/// not found.
+fn find(nft: &mut Nft, attachment: &AttachmentId, appends: bool) -> Result<Vec<Listed>> {
+    let Some(chain) = nft.find_chain(TABLE, CHECKS)? else { return Ok(Vec::new()) };
+    let key = attachment_key(attachment);
+    let search = Search {
+        keys_of: |listed| vec![index_key(listed.rule.comment.as_deref().unwrap_or_default())],
+        appended: &[],
+        wanted: &[index_key(&key)],
+        reads_all_if_missing: !appends,
+    };
+    let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
+    rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| key_of(comment) == key));
+    Ok(rules)
+}
+
 /// Returns the rules of the selected attachments.
-fn find(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<Vec<Listed>> {
+fn find_selected(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<Vec<Listed>> {
+    if let AttachmentFilter::One { attachment, .. } = filter {
+        return find(nft, attachment, false);
+    }
     let (mut rules, selected) = (Vec::new(), filter.owners(KEY));
     for beginning in &selected.beginnings {
         rules.append(&mut nft.rules_commented(TABLE, CHECKS, beginning)?);
@@ -135,7 +159,7 @@ pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr], exclude: &[C
             add_shared_chains(batch);
         }
         let mut missing = addresses.to_vec();
-        for listed in find(nft, AttachmentFilter::one(attachment))? {
+        for listed in find(nft, attachment, true)? {
             match missing.iter().position(|address| is_rule_of(&listed, *address, exclude)) {
                 Some(position) => drop(missing.remove(position)),
                 None => batch.delete_rule(TABLE, CHECKS, listed.handle),
@@ -188,7 +212,7 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
 /// Adds to `batch` the removal of the selected attachments' rules. Table and chains stay, as with
 /// Go.
 pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
-    for listed in find(nft, filter)? {
+    for listed in find_selected(nft, filter)? {
         batch.delete_rule(TABLE, CHECKS, listed.handle);
     }
     Ok(())
@@ -199,7 +223,7 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
 pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr], exclude: &[Cidr]) -> Result<Vec<String>> {
     let mut nft = Nft::open()?;
     let has_shared_chains = has_shared_chains(&mut nft)?;
-    let rules = find(&mut nft, AttachmentFilter::one(attachment))?;
+    let rules = find(&mut nft, attachment, false)?;
     let mut missing = Vec::new();
     for address in addresses {
         if !rules.iter().any(|listed| is_rule_of(listed, *address, exclude)) {

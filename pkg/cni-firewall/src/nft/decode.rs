@@ -82,10 +82,12 @@ pub(super) fn has_position(payload: &[u8]) -> bool {
     payload.get(NFGENMSG_LEN..).is_some_and(|bytes| attribute(bytes, NFTA_RULE_POSITION).is_some())
 }
 
-/// Returns the number in the answer to `GetTable`.
-pub(super) fn table_handle(payload: &[u8]) -> Option<u64> {
+/// Decodes a table; returns its number and its name.
+pub(super) fn table(payload: &[u8]) -> Option<(u64, String)> {
+    const NFTA_TABLE_NAME: u16 = 1;
     const NFTA_TABLE_HANDLE: u16 = 4;
-    u64_be(attribute(payload.get(NFGENMSG_LEN..)?, NFTA_TABLE_HANDLE)?)
+    let bytes = payload.get(NFGENMSG_LEN..)?;
+    Some((u64_be(attribute(bytes, NFTA_TABLE_HANDLE)?)?, text(attribute(bytes, NFTA_TABLE_NAME)?)))
 }
 
 /// Decodes only the table, the chain and the handle of a dumped rule.

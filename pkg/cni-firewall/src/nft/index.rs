@@ -88,9 +88,9 @@ pub(crate) struct Search<'a> {
     pub(crate) appended: &'a [Key],
     /// The keys of the wanted rules.
     pub(crate) wanted: &'a [Key],
-    /// Whether all rules are read if the index has none with a wanted key: for a caller that
-    /// appends no rule, so that the kernel does not report whether the index has all rules.
-    pub(crate) reads_all_if_none: bool,
+    /// Whether all rules are read if the index lacks a wanted key: for a caller that appends no
+    /// rule, so that the kernel does not report whether the index has all rules.
+    pub(crate) reads_all_if_missing: bool,
 }
 
 /// What a file says about one rule.
@@ -194,6 +194,11 @@ impl Index {
     /// Whether the index was made from all rules of the chain since the last transaction.
     pub(crate) fn is_fresh(&self) -> bool {
         self.is_fresh
+    }
+
+    /// Whether there is a rule with each of the keys.
+    fn has_all(&self, keys: &[Key]) -> bool {
+        keys.iter().all(|key| self.entries.iter().any(|entry| entry.keys.contains(key)))
     }
 
     /// Returns the handles of the rules that may have one of the wanted keys, in the order of the
@@ -358,6 +363,18 @@ impl Nft {
         Ok(())
     }
 
+    /// Lets the next transaction, which appends rules to the chain, keep the chain's index, if there
+    /// is one.
+    pub(crate) fn use_index(
+        &mut self,
+        table: Table<'_>,
+        chain: &Chain,
+        keys_of: fn(&Listed) -> Vec<Key>,
+    ) -> Result<()> {
+        let search = Search { keys_of, appended: &[], wanted: &[], reads_all_if_missing: false };
+        if is_long(chain) { self.rules_by_index(table, chain, search).map(drop) } else { Ok(()) }
+    }
+
     /// Does [`rules_with_keys`](Nft::rules_with_keys) by the chain's index; `None` if there is none
     /// that describes the chain as it is now.
     pub(crate) fn rules_by_index(
@@ -371,12 +388,12 @@ impl Nft {
             let Some(index) = Index::load(table, chain, identity, search) else { return Ok(None) };
             self.indexes.push(index);
         }
-        let found = self.rules_by_used_index(table, chain, search.wanted)?;
-        if found.as_ref().is_some_and(Vec::is_empty) && search.reads_all_if_none {
+        let lacks_key = |index: &Index| index.is_of(table, &chain.name) && !index.has_all(search.wanted);
+        if search.reads_all_if_missing && self.indexes.iter().any(lacks_key) {
             self.indexes.retain(|index| !index.is_of(table, &chain.name));
             return Ok(None);
         }
-        Ok(found)
+        self.rules_by_used_index(table, chain, search.wanted)
     }
 
     /// Returns the chain's rules with one of these keys by an index that was used since the last
@@ -426,9 +443,13 @@ impl Nft {
         let request =
             NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
         let mut handle = None;
-        self.ask(&what, table.family, &request, 0, |message| handle = decode::table_handle(message.payload))?;
+        self.ask(&what, table.family, &request, 0, |message| handle = decode::table(message.payload))?;
         let netns_cookie = self.socket()?.netns_cookie();
-        Ok(netns_cookie.zip(handle).map(|(netns_cookie, table)| Identity { netns_cookie, table, chain: chain.handle }))
+        Ok(netns_cookie.zip(handle).map(|(netns_cookie, (table, _))| Identity {
+            netns_cookie,
+            table,
+            chain: chain.handle,
+        }))
     }
 }
 

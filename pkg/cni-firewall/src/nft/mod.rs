@@ -25,6 +25,7 @@ mod batch;
 pub mod decode;
 pub mod expr;
 mod index;
+mod lists;
 mod refusal;
 mod socket;
 pub mod userdata;

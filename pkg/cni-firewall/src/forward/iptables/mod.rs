@@ -30,8 +30,8 @@ use std::net::IpAddr;
 
 use cni_linux::error::Result;
 
-use super::owner::{self, Ingress, OwnedAddress, octets};
-use crate::iptables::{Chains, Edit, Rule};
+use super::owner::{self, Ingress, OwnedAddress};
+use crate::iptables::{Chains, Edit, Part, Purpose, Rule, single_address};
 use crate::owner::{AttachmentFilter, Untagged};
 
 mod removal;
@@ -43,7 +43,7 @@ use removal::Removal;
 pub use shape::ADMIN;
 use shape::{
     ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, commented_rule, end_of_stage,
-    record_rule, redirected_rule, single_address, stage_1_rules, stage_2_rule,
+    record_rule, redirected_rule, stage_1_rules, stage_2_rule,
 };
 pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_record};
 
@@ -60,23 +60,10 @@ impl Record {
     }
 }
 
-/// Returns the records that contain one of the `needles`: texts, or addresses in network byte
-/// order.
-fn find_records(filter: &mut Chains<'_>, needles: &[&[u8]]) -> Result<Vec<Record>> {
-    let rules = filter.find_rules(OWNERS, needles, |rule| rule.target().is_none())?;
+/// Returns the records that have one of the parts.
+fn find_records(filter: &mut Chains<'_>, parts: &[Part<'_>], purpose: Purpose) -> Result<Vec<Record>> {
+    let rules = filter.find_rules(OWNERS, parts, purpose, |rule| rule.target().is_none())?;
     Ok(rules.iter().filter_map(Record::read).collect())
-}
-
-/// Returns the records of the attachment `owner` and those of `addresses`. The result can contain
-/// some other records too.
-fn find_records_of(filter: &mut Chains<'_>, owner: &str, addresses: &[OwnedAddress]) -> Result<Vec<Record>> {
-    if addresses.len() > SEARCHED_MAX {
-        return Ok(filter.rules(OWNERS)?.iter().filter_map(Record::read).collect());
-    }
-    let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
-    let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-    needles.push(owner.as_bytes());
-    find_records(filter, &needles)
 }
 
 /// Returns the rules that have exactly these words.
@@ -97,19 +84,24 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[Stri
     }
 }
 
-/// How many addresses are searched for in the bytes of a chain's rules. For more, every rule is
-/// decoded, because the search compares each rule with each address.
+/// How many addresses are searched for in a chain. For more, every rule is read, because the search
+/// compares each rule with each address.
 const SEARCHED_MAX: usize = 16;
 
-/// Returns the rules of `chain` that contain one of the addresses. The result can contain some
-/// other rules too.
-fn find_rules_of(filter: &mut Chains<'_>, chain: &str, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
+/// Returns the rules of `chain` that have one of the addresses or the other part. The result can
+/// contain some other rules too.
+fn find_rules_of(
+    filter: &mut Chains<'_>,
+    chain: &str,
+    addresses: impl ExactSizeIterator<Item = IpAddr>,
+    other: Option<Part<'_>>,
+    purpose: Purpose,
+) -> Result<Vec<Rule>> {
     if addresses.len() > SEARCHED_MAX {
         return Ok(filter.rules(chain)?.to_vec());
     }
-    let octets: Vec<Vec<u8>> = addresses.iter().map(|address| octets(*address)).collect();
-    let needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-    filter.find_rules(chain, &needles, |_| true)
+    let parts: Vec<Part<'_>> = addresses.map(Part::Address).chain(other).collect();
+    filter.find_rules(chain, &parts, purpose, |_| true)
 }
 
 /// Returns the rules by the single address that they match, as source or destination.
@@ -121,11 +113,6 @@ fn by_address(rules: &[Rule]) -> BTreeMap<IpAddr, Vec<Rule>> {
         }
     }
     by_address
-}
-
-/// Returns the rules of [`CNI_FORWARD`] for the addresses, by address.
-fn find_forward_rules(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<BTreeMap<IpAddr, Vec<Rule>>> {
-    Ok(by_address(&find_rules_of(filter, CNI_FORWARD, addresses)?))
 }
 
 /// Returns the rules for `address` in the result of [`by_address`].
@@ -173,22 +160,19 @@ pub(super) fn ensure(
         None => order_jumps(filter, &mut edit, &[CNI_FORWARD])?,
     }
 
-    // One search finds the jump and the accepting rules, because the chain can be long.
-    let existing_rules = if addresses.len() > SEARCHED_MAX {
-        filter.rules(CNI_FORWARD)?.to_vec()
-    } else {
-        let octets: Vec<Vec<u8>> = addresses.iter().map(|owned| octets(owned.address)).collect();
-        let mut needles: Vec<&[u8]> = octets.iter().map(Vec::as_slice).collect();
-        needles.push(admin_chain.as_bytes());
-        filter.find_rules(CNI_FORWARD, &needles, |_| true)?
+    let mut find = |chain, other| {
+        let addresses = addresses.iter().map(|owned| owned.address);
+        find_rules_of(filter, chain, addresses, Some(other), Purpose::Append)
     };
+    // One search finds the jump and the accepting rules, because the chain can be long.
+    let existing_rules = find(CNI_FORWARD, Part::Target(admin_chain))?;
+    let records: Vec<Record> = find(OWNERS, Part::Comment(owner))?.iter().filter_map(Record::read).collect();
     let jump_to_admin = commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain);
     delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
     if !contains(&existing_rules, &jump_to_admin) {
         edit.insert(CNI_FORWARD, jump_to_admin);
     }
     let accepting = by_address(&existing_rules);
-    let records = find_records_of(filter, owner, addresses)?;
     let recorded: BTreeSet<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
     let recorded_addresses: BTreeSet<IpAddr> = records.iter().map(|record| record.owned.address).collect();
     for owned in addresses {
@@ -252,7 +236,7 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
 fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
     let targets = [STAGE_1, CNI_FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
-    filter.find_rules(FORWARD, &targets.map(str::as_bytes), is_jump)
+    filter.find_rules(FORWARD, &targets.map(Part::Target), Purpose::Read, is_jump)
 }
 
 /// Adds to `edit` the missing chains and rules of both stages for `bridge`, which the policy
@@ -286,9 +270,14 @@ pub(super) fn purge(
     accepted_for_others: &[IpAddr],
 ) -> Result<Edit> {
     let selected = selection.owners(owner::NAME);
-    let needles: Vec<&[u8]> = selected.beginnings.iter().map(String::as_bytes).collect();
-    let mut records = find_records(filter, &needles)?;
-    // The search also finds names that contain a needle.
+    let part = |beginning| match selection {
+        AttachmentFilter::One { .. } => Part::Comment(beginning),
+        AttachmentFilter::Garbage { .. } => Part::CommentBeginning(beginning),
+    };
+    let parts: Vec<Part<'_>> = selected.beginnings.iter().map(|beginning| part(beginning)).collect();
+    filter.has_chain(OWNERS)?;
+    let mut records = find_records(filter, &parts, Purpose::Read)?;
+    // The search also finds names that contain a beginning.
     records.retain(|record| selected.contains(&record.owned.owner));
     let records: Vec<&Record> = records.iter().collect();
     let unrecorded_addresses = match selection {
@@ -327,9 +316,10 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
         }
     };
     require(FORWARD, &jumps, &commented_rule(&[], JUMP_COMMENT, CNI_FORWARD));
-    let forward_rules = filter.rules(CNI_FORWARD)?;
-    require(CNI_FORWARD, forward_rules, &commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain));
-    let accepting = by_address(forward_rules);
+    let checked = addresses.iter().map(|owned| owned.address);
+    let forward_rules = find_rules_of(filter, CNI_FORWARD, checked, Some(Part::Target(admin_chain)), Purpose::Read)?;
+    require(CNI_FORWARD, &forward_rules, &commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain));
+    let accepting = by_address(&forward_rules);
     for owned in addresses {
         for words in required_rules(owned) {
             require(CNI_FORWARD, rules_for(&accepting, owned.address), &words);
@@ -351,7 +341,7 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
 
 /// Whether [`CNI_FORWARD`] has a rule that accepts packets of one of the addresses.
 pub(super) fn accepts_any(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
-    let rules = find_forward_rules(filter, addresses)?;
+    let rules = by_address(&find_rules_of(filter, CNI_FORWARD, addresses.iter().copied(), None, Purpose::Read)?);
     let is_accepted = |address: &IpAddr| {
         let rules = rules_for(&rules, *address);
         accept_rules(*address).iter().any(|words| contains(rules, words))

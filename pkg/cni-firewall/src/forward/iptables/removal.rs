@@ -8,9 +8,9 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 use super::super::owner::{Ingress, OwnedAddress};
-use super::shape::{STAGE_2, accept_rules, read_record, redirected_rule, single_address, stage_1_rules, stage_2_rule};
-use super::{CNI_FORWARD, OWNERS, Record, STAGE_1, find_forward_rules, find_rules_of, matching, rules_for};
-use crate::iptables::{Chains, Edit, Rule};
+use super::shape::{STAGE_2, accept_rules, read_record, redirected_rule, stage_1_rules, stage_2_rule};
+use super::{CNI_FORWARD, OWNERS, Record, STAGE_1, by_address, find_rules_of, matching, rules_for};
+use crate::iptables::{Chains, Edit, Purpose, Rule, single_address};
 
 /// The records and addresses whose rules are removed.
 #[derive(Clone, Copy, Default)]
@@ -37,7 +37,11 @@ impl Removal<'_> {
         if candidates.is_empty() {
             return Ok(edit);
         }
-        let existing_rules = find_forward_rules(filter, &candidates)?;
+        // Both chains can be long, and have an index then.
+        for chain in [CNI_FORWARD, OWNERS] {
+            filter.has_chain(chain)?;
+        }
+        let existing_rules = by_address(&find(filter, CNI_FORWARD, &candidates)?);
         let removed: BTreeSet<&OwnedAddress> = self.records.iter().map(|record| &record.owned).collect();
         let remaining = self.remaining(filter, &candidates, &removed)?;
         let mut kept: BTreeSet<IpAddr> = remaining.iter().map(|owned| owned.address).collect();
@@ -95,13 +99,18 @@ impl Removal<'_> {
         removed: &BTreeSet<&OwnedAddress>,
     ) -> Result<Vec<OwnedAddress>> {
         let mut remaining = self.staying.to_vec();
-        for owned in find_rules_of(filter, OWNERS, candidates)?.iter().filter_map(read_record) {
+        for owned in find(filter, OWNERS, candidates)?.iter().filter_map(read_record) {
             if !removed.contains(&owned) {
                 remaining.push(owned);
             }
         }
         Ok(remaining)
     }
+}
+
+/// Returns the rules of `chain` that have one of the addresses.
+fn find(filter: &mut Chains<'_>, chain: &str, addresses: &[IpAddr]) -> Result<Vec<Rule>> {
+    find_rules_of(filter, chain, addresses.iter().copied(), None, Purpose::Read)
 }
 
 /// Adds to `edit` the removal of the isolation rules that no address in `remaining` requires.

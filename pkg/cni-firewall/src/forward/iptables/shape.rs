@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use cni::Cidr;
 
 use super::super::owner::{self, Ingress, OwnedAddress};
-use crate::iptables::Rule;
+use crate::iptables::{Rule, single_address};
 
 /// The kernel's chain that every forwarded packet passes.
 pub(super) const FORWARD: &str = "FORWARD";
@@ -88,13 +88,6 @@ pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
     words(
         &[&["-s", &host][..], &destination, &interface_matches, &["-m", "comment", "--comment", &owned.owner]].concat(),
     )
-}
-
-/// Returns the value of the rule's `option`, which is `-s` or `-d`; `None` if the value is not a
-/// single address.
-pub(super) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
-    let cidr: Cidr = rule.value(option)?.parse().ok()?;
-    if cidr == Cidr::host(cidr.address()) { Some(cidr.address()) } else { None }
 }
 
 /// Reads a rule that [`record_rule`] has written; `None` for other rules. Also reads a record of

@@ -2,7 +2,7 @@
 
 use super::super::{ClaimedPort, Forwarding};
 use super::shape::{self, DNAT, Jump, Section};
-use super::{Chains, IptablesPortMap, is_own, jumps_to, program_name, shared_rules};
+use super::{Chains, IptablesPortMap, find_shared_rule, is_own, jumps_to, program_name, shared_rules};
 use crate::iptables::Rule;
 use cni::Cidr;
 use cni_linux::error::Result;
@@ -49,7 +49,7 @@ fn differences_in(
     let mut differences = Vec::new();
     let chain = shape::chain_name(&wanted.attachment);
     for (shared_chain, words) in shared_rules(wanted) {
-        if !nat.rules(shared_chain)?.iter().any(|rule| rule.matches(&words)) {
+        if find_shared_rule(nat, shared_chain, &words)?.is_empty() {
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
         }
     }

@@ -16,7 +16,7 @@ use cni::rollback::Notes;
 
 use super::conflict::{ConflictAction, LivenessProbe};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, SetMark, Snat, older_mapping_remark};
-use crate::iptables::{Chains, Edit, Iptables, JumpSearch, Rule, Table, Variant};
+use crate::iptables::{Chains, Edit, Iptables, JumpSearch, Part, Purpose, Rule, Table, Variant};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -254,6 +254,15 @@ fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
     rules
 }
 
+/// Returns the rules of a shared chain with these words: more than one if there are duplicates.
+fn find_shared_rule(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Result<Vec<Rule>> {
+    // The target is the last word, or MARK before its option.
+    let target = words.iter().skip_while(|word| *word != "-j").nth(1).map_or("", String::as_str);
+    // POSTROUTING can be long.
+    nat.has_chain(chain)?;
+    nat.find_rules(chain, &[Part::Target(target)], Purpose::Read, |rule| rule.matches(words))
+}
+
 /// Plans the shared chains and rules that are missing, and the removal of duplicates.
 fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
     let rules = shared_rules(wanted);
@@ -264,9 +273,9 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
         }
     }
     for (chain, words) in rules {
-        let mut existing = nat.rules(chain)?.iter().filter(|rule| rule.matches(&words));
-        if existing.next().is_some() {
-            for duplicate in existing {
+        let existing = find_shared_rule(nat, chain, &words)?;
+        if !existing.is_empty() {
+            for duplicate in &existing[1..] {
                 edit.delete(chain, duplicate);
             }
         } else if chain == "POSTROUTING" {

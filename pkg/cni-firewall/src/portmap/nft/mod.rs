@@ -316,7 +316,7 @@ fn rules_commented(nft: &mut Nft, table: Table<'_>, chain: &str, comment: &str) 
     if chain != HOSTIP_HOSTPORTS {
         let Some(chain) = nft.find_chain(table, chain)? else { return Ok(Vec::new()) };
         let wanted = [Key::comment(comment)];
-        let search = Search { keys_of: shape::keys, appended: &[], wanted: &wanted, reads_all_if_none: true };
+        let search = Search { keys_of: shape::keys, appended: &[], wanted: &wanted, reads_all_if_missing: true };
         return nft.rules_with_keys(table, &chain, search);
     }
     nft.rules_commented(table, chain, comment)
@@ -331,7 +331,7 @@ fn read_state(
     wanted: &Forwarding,
     identity: &Identity,
     claims: &[ClaimedPort],
-    reads_all_if_none: bool,
+    reads_all_if_missing: bool,
 ) -> Result<State> {
     let address = shape::octets(container.address());
     let mut state = State::new(Family::of(container.address()));
@@ -346,7 +346,7 @@ fn read_state(
         if let Some(chain) = state.chains.iter().find(|chain| chain.name == name)
             && name != HOSTIP_HOSTPORTS
         {
-            let search = Search { keys_of: shape::keys, appended: &[], wanted: &keys, reads_all_if_none };
+            let search = Search { keys_of: shape::keys, appended: &[], wanted: &keys, reads_all_if_missing };
             let rules = nft.rules_with_keys(shape::table(state.family), chain, search)?;
             state.rules.push((name, rules));
             continue;
