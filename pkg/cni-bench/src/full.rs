@@ -53,11 +53,13 @@ impl FullNode {
             let mut bridge =
                 json!({"type": "bridge", "bridge": "full0", "isGateway": true, "ipMasq": true, "ipam": addresses});
             let mut portmap = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
+            let mut firewall = json!({"type": "firewall"});
             if side != Side::Theirs {
                 bridge["ipMasqBackend"] = backend(side);
                 portmap["backend"] = backend(side);
+                firewall["backend"] = backend(side);
             }
-            let mut plugins = vec![bridge, portmap];
+            let mut plugins = vec![bridge, portmap, firewall];
             for conf in &mut plugins {
                 conf["cniVersion"] = "1.0.0".into();
                 conf["name"] = "fullnet".into();

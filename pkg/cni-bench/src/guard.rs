@@ -178,10 +178,11 @@ fn guarded_cases() -> Vec<Case> {
         Case::new(CHAINS, WHOLE.name(), Plugins::Chain(WHOLE), &both),
     ]);
     // After the cases on the empty node, which these are compared with.
-    cases.extend([
-        FULL_NODE.case(format!("{}{ON_FULL_NODE}", alone::PORTMAP.name), Plugins::Alone(&alone::PORTMAP), &both),
-        FULL_NODE.case(format!("{}{ON_FULL_NODE}", WHOLE.name()), Plugins::Chain(WHOLE), &both),
-    ]);
+    for plugin in alone::ALL.iter().filter(|plugin| ["portmap", "firewall", "bandwidth"].contains(&plugin.name)) {
+        let sides: Vec<Side> = plugin.sides.iter().copied().filter(|side| both.contains(side)).collect();
+        cases.push(FULL_NODE.case(format!("{}{ON_FULL_NODE}", plugin.name), Plugins::Alone(plugin), &sides));
+    }
+    cases.push(FULL_NODE.case(format!("{}{ON_FULL_NODE}", WHOLE.name()), Plugins::Chain(WHOLE), &both));
     cases
 }
 
