@@ -62,6 +62,12 @@ pub(crate) const HOST_LOCAL: Alone =
 /// portmap with one mapping.
 pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained_plugin("portmap", |side, _| portmap(side, 1)) };
 
+/// The plugin firewall.
+pub(crate) const FIREWALL_PLUGIN: Alone = Alone {
+    sides: &FIREWALL,
+    ..chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)}))
+};
+
 /// All plugins except bridge, which is measured in chains.
 pub(crate) static ALL: &[Alone] = &[
     first_plugin("loopback", |_, _| json!({"type": "loopback"})),
@@ -125,10 +131,7 @@ pub(crate) static ALL: &[Alone] = &[
     },
     chained_plugin("tuning", |_, _| tuning()),
     PORTMAP,
-    Alone {
-        sides: &FIREWALL,
-        ..chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)}))
-    },
+    FIREWALL_PLUGIN,
     chained_plugin("bandwidth", |_, _| {
         json!({"type": "bandwidth", "ingressRate": 10_000_000, "ingressBurst": 1_000_000,
                "egressRate": 10_000_000, "egressBurst": 1_000_000})

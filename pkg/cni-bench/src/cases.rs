@@ -225,8 +225,11 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         [(Maker::Same, many, "the same plugins", &FIREWALL[..2]), (Maker::Theirs, few, "theirs", &FIREWALL[..])]
     {
         let full = FullNode { made_by, containers, ports: 5 };
-        let name = format!("portmap, {} containers made by {name}", grouped(containers));
-        cases.push(full.case(name, Plugins::Alone(&alone::PORTMAP), sides));
+        let on = format!("{} containers made by {name}", grouped(containers));
+        for plugin in [&alone::PORTMAP, &alone::FIREWALL_PLUGIN] {
+            cases.push(full.case(format!("{}, {on}", plugin.name), Plugins::Alone(plugin), sides));
+        }
+        cases.push(full.case(format!("{}, {on}", WHOLE.name()), Plugins::Chain(WHOLE), sides));
     }
     cases
 }

@@ -363,8 +363,8 @@ impl Nft {
         Ok(())
     }
 
-    /// Lets the next transaction, which appends rules to the chain, keep the chain's index, if there
-    /// is one.
+    /// Lets the next transaction, which appends rules to the chain, keep the chain's index, if
+    /// there is one.
     pub(crate) fn use_index(
         &mut self,
         table: Table<'_>,

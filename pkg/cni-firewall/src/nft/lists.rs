@@ -180,8 +180,8 @@ impl Nft {
         })
     }
 
-    /// Returns the chains of this name in all tables of the `families`, each with the family and the
-    /// name of its table. Does not read the other chains, which can be many.
+    /// Returns the chains of this name in all tables of the `families`, each with the family and
+    /// the name of its table. Does not read the other chains, which can be many.
     pub(crate) fn chains_named(&mut self, families: &[Family], name: &str) -> Result<Vec<(Family, String, Chain)>> {
         let mut chains = Vec::new();
         for family in families {

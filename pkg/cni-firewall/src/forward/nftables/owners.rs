@@ -63,7 +63,8 @@ impl Record {
     }
 }
 
-/// Returns the keys of a rule of [`OWNERS`]. A rule that is not a record has the key of its comment.
+/// Returns the keys of a rule of [`OWNERS`]. A rule that is not a record has only that of its
+/// comment.
 fn keys(listed: &Listed) -> Vec<Key> {
     let comment = Key::comment(listed.rule.comment.as_deref().unwrap_or_default());
     std::iter::once(comment).chain(read_owner_rule(listed).map(|owned| Key::address(owned.address))).collect()
