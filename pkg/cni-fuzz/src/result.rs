@@ -71,7 +71,7 @@ fn expressible(result: &AddResult, version: Version) -> AddResult {
             ip.interface = None;
             part.ips.push(ip);
             let routes = result.routes.iter().filter(|route| route.dst.is_ipv4() == is_ipv4);
-            part.routes.extend(routes.map(|route| Route::new(route.dst, route.gw)));
+            part.routes.extend(routes.flat_map(Route::paths).map(|route| Route::new(route.dst, route.gw)));
         }
     }
     part

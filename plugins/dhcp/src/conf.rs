@@ -103,7 +103,8 @@ impl Conf {
     /// # Errors
     /// Code 6 for a wrong type, 7 for an invalid option, with Go's texts where it has them.
     pub(crate) fn read(conf: &NetConf, args: &str) -> Result<Conf> {
-        let ipam = conf.decode::<Keys>()?.ipam;
+        let mut ipam = conf.decode::<Keys>()?.ipam;
+        ipam.routes.iter_mut().try_for_each(Route::settle_gateways)?;
         let listed = listed_options(&ipam.request)?;
         let ipv6 = parse_mode(ipam.ipv6.as_deref().unwrap_or_default())?;
         let has_ipv4 = ipam.ipv4.unwrap_or(true);
@@ -126,7 +127,8 @@ impl Conf {
             provide: provided_options(&ipam.provide, args)?,
             mtu_target: if listed.contains(&INTERFACE_MTU) { MtuTarget::Interface } else { MtuTarget::Routes },
             request: requested_options(listed, &ipam.request),
-            routes: ipam.routes,
+            // The answer of the daemon has no `gws`, as that of Go's daemon.
+            routes: ipam.routes.iter().flat_map(Route::paths).collect(),
             has_ipv4,
             ipv6,
             duid,
@@ -246,6 +248,16 @@ mod tests {
             assert_eq!(error.msg(), format!("Can not parse option {wrong:?}"));
             assert!(error.details().starts_with(details), "{wrong}: {}", error.details());
         }
+    }
+
+    #[test]
+    fn several_gateways_become_several_routes() {
+        let routes = |gws: &str| read(&format!(r#"{{"routes":[{{"dst":"10.9.0.0/16","gws":{gws},"mtu":1400}}]}}"#), "");
+        let conf = routes(r#"["10.1.0.8","10.1.0.9"]"#).unwrap();
+        let paths: Vec<String> = conf.routes.iter().map(|route| format!("{:?} {:?}", route.gw, route.mtu)).collect();
+        assert_eq!(paths, ["Some(10.1.0.8) Some(1400)", "Some(10.1.0.9) Some(1400)"]);
+        assert!(conf.routes.iter().all(|route| route.gws.is_none()));
+        assert_eq!(routes("[]").unwrap_err().msg(), "route 10.9.0.0/16: gws is empty");
     }
 
     #[test]

@@ -144,12 +144,23 @@ impl StatusConf {
     /// # Errors
     /// Code 6 for a wrong type; 7 for an invalid value.
     pub(crate) fn read(conf: &NetConf) -> Result<StatusConf> {
-        let keys: Keys = conf.decode()?;
+        let mut keys: Keys = conf.decode()?;
         let location = StoreLocation::read_strictly(conf)?;
         let shortage = shortage_policy(conf)?;
         let sets = range_sets(conf)?;
+        keys.ipam.as_mut().map(routes).transpose()?;
         Ok(StatusConf { location, sets, resolv_conf: keys.ipam.and_then(resolv_conf), shortage })
     }
+}
+
+/// Removes the routes from `ipam`, and returns them.
+///
+/// # Errors
+/// Code 7 if `gws` of one is invalid.
+fn routes(ipam: &mut Ipam) -> Result<Vec<Route>> {
+    let mut routes = std::mem::take(&mut ipam.routes);
+    routes.iter_mut().try_for_each(Route::settle_gateways)?;
+    Ok(routes)
 }
 
 /// Returns `resolvConf`, or `None` if it is empty.
@@ -182,7 +193,7 @@ impl AddConf {
 
         let sets = check_range_sets(&keys, conf.version())?;
         let mut ipam = keys.ipam.unwrap_or_default();
-        let routes = std::mem::take(&mut ipam.routes);
+        let routes = routes(&mut ipam)?;
         Ok(AddConf { location, sets, requested, routes, resolv_conf: resolv_conf(ipam) })
     }
 }

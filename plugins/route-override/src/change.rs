@@ -4,7 +4,7 @@ use cni::result::{AddResult, Route as ResultRoute};
 use cni::rollback::Notes;
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Family, Netlink, Result, Route, SavedRoute};
-use cni_plugin::interface::merge_conflicting;
+use cni_plugin::interface::{kernel_route, merge_conflicting};
 
 use crate::conf::Conf;
 
@@ -31,8 +31,8 @@ impl Change {
             list(netlink)?.into_iter().partition(|route| is_removed(route, links, conf));
         let mut change = Change { removed, ..Change::default() };
         let remaining: Vec<Route> = remaining.iter().flat_map(SavedRoute::routes).collect();
-        let routes: Vec<Route> = conf.added.iter().map(|route| kernel_route(route, index)).collect();
-        for mut paths in merge_conflicting(&routes) {
+        change.listed.clone_from(&conf.added);
+        for mut paths in merge_conflicting(&kernel_routes(&conf.added, index)) {
             let first = paths[0];
             let existing: Vec<&Route> = remaining.iter().filter(|route| route.conflicts_with(&first)).collect();
             let exists =
@@ -42,12 +42,13 @@ impl Change {
                 let defaults =
                     remaining.iter().filter(|route| route.table_id() == MAIN_TABLE && route.dst == first.dst);
                 let metric = defaults.map(Route::metric).max().map_or(0, |last| last.saturating_add(1));
+                let is_one_of = |listed: &&mut ResultRoute| kernel_route(listed, None, index).conflicts_with(&first);
+                change.listed.iter_mut().filter(is_one_of).for_each(|listed| listed.priority = Some(metric));
                 paths.iter_mut().for_each(|path| path.priority = Some(metric));
                 notes.note(format_args!(
                     "{first} is added with metric {metric}, behind the default route of another network"
                 ));
             }
-            change.listed.extend(paths.iter().map(result_route));
             if !exists {
                 change.added.push(paths);
             }
@@ -100,7 +101,7 @@ pub(crate) fn differences(
     let mut differences = Vec::new();
     let is_listed = |route: &Route| prev.routes.iter().any(|listed| lists(listed, route));
     let existing = list(netlink)?;
-    for expected in conf.added.iter().map(|route| kernel_route(route, index)).filter(is_listed) {
+    for expected in kernel_routes(&conf.added, index).into_iter().filter(is_listed) {
         let is_expected = |route: &Route| (route.dst, route.gw, route.oif) == (expected.dst, expected.gw, expected.oif);
         if !existing.iter().flat_map(SavedRoute::routes).any(|route| is_expected(&route)) {
             differences.push(format!("route {expected} does not exist"));
@@ -117,7 +118,8 @@ pub(crate) fn differences(
 /// Whether `listed`, a route of a result, is `route`. A listed route without a gateway may have any
 /// gateway.
 pub(crate) fn lists(listed: &ResultRoute, route: &Route) -> bool {
-    listed.dst.network() == route.dst && (listed.gw.is_none() || listed.gw == route.gw)
+    let gateways = listed.gateways();
+    listed.dst.network() == route.dst && (gateways.is_empty() || route.gw.is_some_and(|gw| gateways.contains(&gw)))
 }
 
 /// Returns the routes of both families in all tables.
@@ -134,14 +136,8 @@ fn is_removed(route: &SavedRoute, links: &[u32], conf: &Conf) -> bool {
         && route.routes().iter().any(|route| conf.removes(route))
 }
 
-/// Returns the kernel's route for a route of the configuration, over the interface `index`.
-fn kernel_route(route: &ResultRoute, index: u32) -> Route {
-    let ResultRoute { dst, gw, mtu, advmss, priority, table, scope } = *route;
-    Route { mtu, advmss, priority, table, scope, ..Route::new(dst, gw, index) }
-}
-
-/// Returns a route as a result lists it.
-fn result_route(route: &Route) -> ResultRoute {
-    let Route { dst, gw, mtu, advmss, priority, table, scope, .. } = *route;
-    ResultRoute { dst, gw, mtu, advmss, priority, table, scope }
+/// Returns the kernel's routes for routes of the configuration, one for each gateway, over the
+/// interface `index`.
+fn kernel_routes(routes: &[ResultRoute], index: u32) -> Vec<Route> {
+    routes.iter().flat_map(ResultRoute::paths).map(|path| kernel_route(&path, path.gw, index)).collect()
 }

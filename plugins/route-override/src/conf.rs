@@ -1,11 +1,9 @@
 //! Reads and checks the configuration of the plugin `route-override`.
 
-use std::net::IpAddr;
-
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
 use cni::result::Route as ResultRoute;
-use cni::{Cidr, Error, Result};
+use cni::{Cidr, Result};
 use cni_linux::Route;
 use cni_plugin::interface::SCOPE_LINK;
 use serde::Deserialize;
@@ -19,8 +17,8 @@ pub(crate) struct Conf {
     pub(crate) flush_gateway: bool,
     /// The destinations whose routes ADD removes.
     removed: Vec<Cidr>,
-    /// The routes that ADD adds, one for each gateway. A route without a gateway has the scope of a
-    /// destination on the link.
+    /// The routes that ADD adds. A route without a gateway has the scope of a destination on the
+    /// link.
     pub(crate) added: Vec<ResultRoute>,
     /// Whether CHECK ignores the routes.
     pub(crate) skip_check: bool,
@@ -31,10 +29,10 @@ pub(crate) struct Conf {
 struct Keys {
     flushroutes: Option<bool>,
     flushgateway: Option<bool>,
-    delroutes: Option<Vec<RouteKeys>>,
-    addroutes: Option<Vec<RouteKeys>>,
-    delecmproutes: Option<Vec<RouteKeys>>,
-    addecmproutes: Option<Vec<RouteKeys>>,
+    delroutes: Option<Vec<ResultRoute>>,
+    addroutes: Option<Vec<ResultRoute>>,
+    delecmproutes: Option<Vec<ResultRoute>>,
+    addecmproutes: Option<Vec<ResultRoute>>,
     skipcheck: Option<bool>,
     args: Option<Args>,
 }
@@ -44,22 +42,6 @@ struct Keys {
 #[serde(default)]
 struct Args {
     cni: Option<Box<Keys>>,
-}
-
-/// A route of the configuration.
-#[derive(Deserialize)]
-struct RouteKeys {
-    dst: Cidr,
-    #[serde(default)]
-    gw: String,
-    #[serde(default)]
-    gws: Vec<String>,
-    #[serde(default)]
-    priority: Option<u32>,
-    #[serde(default)]
-    mtu: Option<u32>,
-    #[serde(default)]
-    advmss: Option<u32>,
 }
 
 impl Keys {
@@ -81,28 +63,19 @@ impl Keys {
     }
 }
 
-impl RouteKeys {
-    /// Returns the route, once for each gateway.
-    ///
-    /// # Errors
-    /// Code 7 if a gateway is not an address of the destination's family.
-    fn routes(self) -> Result<Vec<ResultRoute>> {
-        let RouteKeys { dst, gw, gws, priority, mtu, advmss } = self;
-        let dst = dst.network();
-        let base = ResultRoute { priority, mtu, advmss, ..ResultRoute::new(dst, None) };
-        let mut routes = Vec::new();
-        for text in gws.into_iter().chain([gw]).filter(|text| !text.is_empty()) {
-            let gateway = text.parse::<IpAddr>().map(|gateway| gateway.to_canonical()).ok();
-            let gateway = gateway.filter(|gateway| gateway.is_ipv4() == dst.is_ipv4()).ok_or_else(|| {
-                Error::config(format!("route {dst}: gateway {text:?} is not an address of the destination's family"))
-            })?;
-            routes.push(ResultRoute { gw: Some(gateway), ..base.clone() });
-        }
-        if routes.is_empty() {
-            routes.push(ResultRoute { scope: Some(SCOPE_LINK), ..base });
-        }
-        Ok(routes)
+/// Checks the gateways of a route to add. A route without a gateway gets the scope of a destination
+/// on the link.
+///
+/// # Errors
+/// Code 7 if a gateway is not of the destination's family, or `gws` is invalid.
+fn route_to_add(mut route: ResultRoute) -> Result<ResultRoute> {
+    route.settle_gateways()?;
+    route.check_family()?;
+    route.dst = route.dst.network();
+    if route.gw.is_none() {
+        route.scope.get_or_insert(SCOPE_LINK);
     }
+    Ok(route)
 }
 
 impl Conf {
@@ -110,17 +83,14 @@ impl Conf {
     ///
     /// # Errors
     /// - Code 6 if a key has the wrong type.
-    /// - Code 7 if a gateway is not an address of the destination's family.
+    /// - Code 7 if a gateway is not of the destination's family, or `gws` is invalid.
     pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let mut keys: Keys = conf.decode()?;
         if let Some(args) = keys.args.take().and_then(|args| args.cni) {
             keys.replace_by(*args);
         }
-        let all = |several: [Option<Vec<RouteKeys>>; 2]| several.into_iter().flatten().flatten();
-        let mut added = Vec::new();
-        for route in all([keys.addroutes, keys.addecmproutes]) {
-            added.extend(route.routes()?);
-        }
+        let all = |several: [Option<Vec<ResultRoute>>; 2]| several.into_iter().flatten().flatten();
+        let added = all([keys.addroutes, keys.addecmproutes]).map(route_to_add).collect::<Result<_>>()?;
         Ok(Conf {
             flush_routes: keys.flushroutes.unwrap_or_default(),
             flush_gateway: keys.flushgateway.unwrap_or_default(),
@@ -176,32 +146,28 @@ mod tests {
     }
 
     #[test]
-    fn a_route_is_listed_for_each_gateway() {
+    fn a_route_may_have_several_gateways_or_none() {
         let conf = parse(
             r#","addroutes":[{"dst":"10.8.0.0/16","gw":""}],
                "addecmproutes":[{"dst":"10.9.0.0/16","gws":["10.2.0.8","10.2.0.9"],"priority":5}]"#,
         )
         .unwrap();
-        let gateways: Vec<_> = conf.added.iter().map(|route| (route.gw, route.scope, route.priority)).collect();
-        let gateway = |text: &str| Some(text.parse().unwrap());
-        assert_eq!(
-            gateways,
-            [
-                (None, Some(SCOPE_LINK), None),
-                (gateway("10.2.0.8"), None, Some(5)),
-                (gateway("10.2.0.9"), None, Some(5))
-            ]
-        );
+        let added: Vec<_> = conf.added.iter().map(|route| (route.gateways(), route.scope, route.priority)).collect();
+        let gateways = ["10.2.0.8", "10.2.0.9"].map(|text| text.parse().unwrap());
+        assert_eq!(added, [(vec![], Some(SCOPE_LINK), None), (gateways.to_vec(), None, Some(5))]);
     }
 
     #[test]
     fn a_gateway_that_cannot_work_is_refused() {
-        for gw in ["x", "fd02::1"] {
-            let error = parse(&format!(r#","addroutes":[{{"dst":"10.8.0.0/16","gw":"{gw}"}}]"#)).unwrap_err();
-            let text = format!("route 10.8.0.0/16: gateway {gw:?} is not an address of the destination's family");
-            assert_eq!((error.code(), error.msg()), (cni::Code::INVALID_CONFIG, &*text));
+        for gateway in [r#""gw":"fd02::1""#, r#""gws":["10.2.0.8","fd02::1"]"#] {
+            let error = parse(&format!(r#","addroutes":[{{"dst":"10.8.0.0/16",{gateway}}}]"#)).unwrap_err();
+            let text = "route 10.8.0.0/16 via fd02::1: the gateway is of the other address family";
+            assert_eq!((error.code(), error.msg()), (cni::Code::INVALID_CONFIG, text));
         }
-        assert_eq!(parse(r#","addroutes":[{"dst":"x"}]"#).unwrap_err().code(), cni::Code::DECODE);
+        for route in [r#""dst":"x""#, r#""dst":"10.8.0.0/16","gw":"x""#] {
+            let error = parse(&format!(r#","addroutes":[{{{route}}}]"#)).unwrap_err();
+            assert_eq!(error.code(), cni::Code::DECODE);
+        }
     }
 
     #[test]

@@ -56,7 +56,8 @@ pub(crate) fn result_of_add(conf: &NetConf, args: &CniArgs) -> Result<AddResult>
     let mut json = conf.json().clone();
     remove_marshalled_addresses(&mut json);
     let keys: Keys = json.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf", error))?;
-    let ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
+    let mut ipam = keys.ipam.ok_or_else(|| Error::config("IPAM config missing 'ipam' key"))?;
+    ipam.routes.iter_mut().try_for_each(Route::settle_gateways)?;
     let gateways = ipam.addresses.iter().map(|entry| parse_gateway(&entry.gateway)).collect::<Result<Vec<_>>>()?;
     let args_ips = ips_of_cni_args(args)?;
     // `args.cni` is read before `runtimeConfig.ips`, even if it is not used, so that the first

@@ -24,6 +24,7 @@ mod flannel;
 mod full_node;
 mod gc;
 mod gc_costs;
+mod gws;
 mod host_device;
 mod host_local;
 mod install;

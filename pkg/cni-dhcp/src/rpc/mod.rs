@@ -400,6 +400,7 @@ fn read_result(body: &Value) -> Result<AddResult, RpcError> {
         Ok(Route {
             dst,
             gw: read_address(route.bytes("GW"), "Routes.GW is not an address")?,
+            gws: None,
             mtu: number("MTU")?,
             advmss: number("AdvMSS")?,
             priority: number("Priority")?,

@@ -51,7 +51,7 @@ pub use borrowed::{BorrowedLink, Return, ensure_free};
 pub use check::{Check, check_forwarding, disabled_forwarding, failed};
 pub use context::{AttachmentContext, host_interface};
 pub use gc::gc_links;
-pub use layer3::{Layer3, SCOPE_LINK, forwarding_sysctl, merge_conflicting};
+pub use layer3::{Layer3, SCOPE_LINK, forwarding_sysctl, kernel_route, merge_conflicting};
 
 /// The parts of an interface plugin that are special to its link.
 pub trait Interface {

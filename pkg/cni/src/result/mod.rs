@@ -12,6 +12,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 
 use crate::Cidr;
+use crate::error::Error;
 use crate::json::{Json, JsonError};
 use crate::version::{Shape, Version};
 
@@ -71,6 +72,10 @@ pub struct IpConfig {
     pub gateway: Option<IpAddr>,
 }
 
+/// The largest number of gateways in [`Route::gws`]. The kernel accepts more, but that many paths
+/// are more likely a mistake.
+pub const MAX_GATEWAYS: usize = 64;
+
 /// A route of a result. In every version from 0.3.0 on, all these keys are encoded, even those that
 /// 1.1.0 added, because interface plugins need them from their IPAM plugin. As in Go, only `table`
 /// and `scope` distinguish 0 from an absent value.
@@ -81,6 +86,10 @@ pub struct Route {
     /// The gateway. `None` means the gateway of the container's address.
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "optional_address")]
     pub gw: Option<IpAddr>,
+    /// The gateways of a route over several paths, see [`Route::gateways`]. No version of the
+    /// specification has this key yet.
+    #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "addresses")]
+    pub gws: Option<Vec<IpAddr>>,
     /// The path MTU in bytes.
     #[serde(skip_serializing_if = "Option::is_none", default, deserialize_with = "unless_zero")]
     pub mtu: Option<u32>,
@@ -101,7 +110,59 @@ pub struct Route {
 impl Route {
     /// Returns a route that has only a destination and a gateway.
     pub fn new(dst: Cidr, gw: Option<IpAddr>) -> Route {
-        Route { dst, gw, mtu: None, advmss: None, priority: None, table: None, scope: None }
+        Route { dst, gw, gws: None, mtu: None, advmss: None, priority: None, table: None, scope: None }
+    }
+
+    /// Returns the gateways: those of `gws`, then `gw` unless it is one of them. An empty list
+    /// means the gateway of the container's address.
+    pub fn gateways(&self) -> Vec<IpAddr> {
+        let mut gateways = self.gws.clone().unwrap_or_default();
+        gateways.extend(self.gw.filter(|gw| !gateways.contains(gw)));
+        gateways
+    }
+
+    /// Returns the route once for each gateway, without `gws`: the paths of one route. Returns the
+    /// route itself if it has no gateway.
+    pub fn paths(&self) -> Vec<Route> {
+        let base = Route { gw: None, gws: None, ..*self };
+        let gateways = self.gateways();
+        if gateways.is_empty() {
+            return vec![base];
+        }
+        gateways.into_iter().map(|gw| Route { gw: Some(gw), ..base.clone() }).collect()
+    }
+
+    /// Checks `gws`, and sets `gw` to its first gateway if `gw` is missing, so that a program that
+    /// does not know `gws` uses one of the gateways. Does nothing without `gws`.
+    ///
+    /// # Errors
+    /// Code 7 if `gws` is empty, has more than [`MAX_GATEWAYS`] gateways, or a gateway is not of
+    /// the destination's family.
+    pub fn settle_gateways(&mut self) -> crate::Result<()> {
+        let dst = self.dst;
+        let Some(gws) = &self.gws else { return Ok(()) };
+        let Some(first) = gws.first().copied() else {
+            return Err(Error::config(format!("route {dst}: gws is empty")));
+        };
+        if gws.len() > MAX_GATEWAYS {
+            let msg = format!("route {dst}: gws has {} gateways, at most {MAX_GATEWAYS} are allowed", gws.len());
+            return Err(Error::config(msg));
+        }
+        self.check_family()?;
+        self.gw.get_or_insert(first);
+        Ok(())
+    }
+
+    /// Checks that the gateways are of the destination's family.
+    ///
+    /// # Errors
+    /// Code 7 for the first one that is not.
+    pub fn check_family(&self) -> crate::Result<()> {
+        let dst = self.dst;
+        match self.gateways().into_iter().find(|gw| gw.is_ipv4() != dst.is_ipv4()) {
+            None => Ok(()),
+            Some(gw) => Err(Error::config(format!("route {dst} via {gw}: the gateway is of the other address family"))),
+        }
     }
 }
 
@@ -233,6 +294,16 @@ fn optional_address<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result
             Err(_) => Err(serde::de::Error::custom(format_args!("invalid IP address: {text}"))),
         },
     }
+}
+
+/// Decodes a list of addresses, see [`optional_address`]. An empty string is not an address here.
+fn addresses<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<IpAddr>>, D::Error> {
+    let parse = |text: &String| {
+        let error = || serde::de::Error::custom(format_args!("invalid IP address: {text}"));
+        text.parse::<IpAddr>().map(|address| address.to_canonical()).map_err(|_| error())
+    };
+    let texts = Option::<Vec<String>>::deserialize(deserializer)?;
+    texts.map(|texts| texts.iter().map(parse).collect()).transpose()
 }
 
 /// Decodes a number. Returns `None` for 0, because Go does not encode 0 in these fields.

@@ -124,6 +124,60 @@ fn fields_that_a_version_lacks_are_not_unknown() {
 }
 
 #[test]
+fn several_gateways_of_a_route_are_kept_in_every_version() {
+    let json = br#"{"ips":[{"address":"10.0.0.2/24"}],
+        "routes":[{"dst":"10.9.0.0/16","gw":"10.0.0.9","gws":["10.0.0.8","::ffff:10.0.0.9"],"mtu":1400}]}"#;
+    let result = AddResult::decode(&Json::parse(json).unwrap(), Version::V1_1_0).unwrap();
+    for version in Version::ALL {
+        let encoded = Json::parse(&result.encode(version).unwrap()).unwrap();
+        let back = AddResult::decode(&encoded, version).unwrap();
+        let gateways: Vec<String> =
+            back.routes.iter().flat_map(Route::gateways).map(|gateway| gateway.to_string()).collect();
+        assert_eq!(gateways, ["10.0.0.8", "10.0.0.9"], "{version}");
+        assert_eq!(back.routes.len(), if version < Version::V0_3_0 { 2 } else { 1 }, "{version}");
+        assert_eq!(back.unknown, super::Unknown::default(), "{version}");
+    }
+}
+
+#[test]
+fn gws_needs_gateways_of_the_family_of_the_destination() {
+    let settled = |gateways: &str| {
+        let json = format!(r#"{{"routes":[{{"dst":"fd09::/64"{gateways}}}]}}"#);
+        let mut result = AddResult::decode(&Json::parse(json.as_bytes()).unwrap(), Version::V1_1_0).unwrap();
+        result.routes[0].settle_gateways().map(|()| result.routes[0].gw.map(|gw| gw.to_string()))
+    };
+    for (gateways, gw) in [
+        (r#","gws":["fd00::8","fd00::9"]"#, Some("fd00::8")),
+        (r#","gws":["fd00::8"],"gw":"fd00::9""#, Some("fd00::9")),
+        (r#","gws":null"#, None),
+        // Not this function's to judge: without `gws` it does nothing.
+        (r#","gw":"10.0.0.9""#, Some("10.0.0.9")),
+    ] {
+        assert_eq!(settled(gateways).unwrap().as_deref(), gw, "{gateways}");
+    }
+    let most = |count: usize| format!(r#","gws":[{}]"#, vec![r#""fd00::8""#; count].join(","));
+    assert!(settled(&most(super::MAX_GATEWAYS)).is_ok());
+    for (gateways, msg) in [
+        (r#","gws":[]"#.to_owned(), "route fd09::/64: gws is empty"),
+        (most(super::MAX_GATEWAYS + 1), "route fd09::/64: gws has 65 gateways, at most 64 are allowed"),
+        (
+            r#","gws":["fd00::8","10.0.0.9"]"#.to_owned(),
+            "route fd09::/64 via 10.0.0.9: the gateway is of the other address family",
+        ),
+        (
+            r#","gws":["fd00::8"],"gw":"10.0.0.9""#.to_owned(),
+            "route fd09::/64 via 10.0.0.9: the gateway is of the other address family",
+        ),
+    ] {
+        let error = settled(&gateways).unwrap_err();
+        assert_eq!((error.code(), error.msg()), (crate::Code::INVALID_CONFIG, msg));
+    }
+    let bad = Json::parse(br#"{"routes":[{"dst":"fd09::/64","gws":["x"]}]}"#).unwrap();
+    let error = AddResult::decode(&bad, Version::V1_1_0).unwrap_err();
+    assert_eq!(error.to_string(), "routes[0].gws: invalid IP address: x");
+}
+
+#[test]
 fn a_result_without_version_takes_the_one_of_its_caller() {
     let json = |text: &str| Json::parse(text.as_bytes()).unwrap();
     let bare = json(r#"{"ip4":{"ip":"10.0.0.2/24"}}"#);

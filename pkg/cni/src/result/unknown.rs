@@ -56,6 +56,7 @@ const IPS_KEYS: [Known; 7] = [
         &[
             Known("dst", &[]),
             Known("gw", &[]),
+            Known("gws", &[]),
             Known("mtu", &[]),
             Known("advmss", &[]),
             Known("priority", &[]),

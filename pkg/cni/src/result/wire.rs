@@ -160,7 +160,7 @@ impl WriteFamily {
             ip: ip.address,
             gateway: ip.gateway,
             // A route of these versions has no other keys.
-            routes: routes.map(|route| Route::new(route.dst, route.gw)).collect(),
+            routes: routes.flat_map(Route::paths).map(|route| Route::new(route.dst, route.gw)).collect(),
         })
     }
 }

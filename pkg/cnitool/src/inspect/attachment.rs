@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cni::AttachmentId;
 use cni::json::Json;
-use cni::result::{AddResult, Interface};
+use cni::result::{AddResult, Interface, Route};
 use cni_firewall::container_rules::Purpose;
 use cni_linux::route::Family;
 use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
@@ -263,7 +263,7 @@ fn add_route_facts(
     let mut existing = netlink.list_all_routes(Family::V4)?;
     existing.extend(netlink.list_all_routes(Family::V6)?);
     let name_of = |index: u32| links.iter().find(|link| link.index == index).map_or("?", |link| link.name.as_str());
-    for route in &result.routes {
+    for route in result.routes.iter().flat_map(Route::paths) {
         // For a route without a gateway, the gateway of the first address of its family is used.
         let expected_gw = route.gw.or_else(|| {
             let has_family = |ip: &&cni::result::IpConfig| ip.address.is_ipv4() == route.dst.is_ipv4();

@@ -54,6 +54,7 @@ impl Layer3 {
             return Err(Error::config("IPAM plugin returned missing IP config"));
         }
         let mut layer3 = Layer3 { ips: answer.ips.clone(), routes: answer.routes.clone(), subnet: policy.subnet };
+        layer3.routes.iter_mut().try_for_each(ResultRoute::settle_gateways)?;
         for ip in &mut layer3.ips {
             ip.interface = Some(position);
             if ip.gateway.is_some() {
@@ -135,8 +136,8 @@ impl Layer3 {
         self.ips.iter().filter(|ip| Family::of(ip.address.address()) == family).find_map(|ip| ip.gateway)
     }
 
-    /// Returns the gateway that the kernel's route will have, or `None` for a route over the link
-    /// itself.
+    /// Returns the gateway that the kernel will have for one path of a route, or `None` for a path
+    /// over the link itself.
     fn next_hop(&self, route: &ResultRoute) -> Option<IpAddr> {
         match route.gw {
             // Configurations write 0.0.0.0 for a route over the link itself, because `scope` exists
@@ -161,20 +162,18 @@ impl Layer3 {
         if self.subnet == SubnetRoute::ThroughGateway {
             on_link.extend(self.ips.iter().filter_map(|ip| ip.gateway.map(Cidr::host)));
         }
-        for route in &self.routes {
+        for route in self.routes.iter().flat_map(ResultRoute::paths) {
             let ResultRoute { dst, .. } = route;
             // The kernel ignores the host bits of an IPv6 route.
             if dst.is_ipv4() && !dst.is_network() {
                 let network = dst.network();
                 return Err(Error::config(format!("route {dst} has host bits set; the network address is {network}")));
             }
-            let Some(gw) = self.next_hop(route) else {
+            let Some(gw) = self.next_hop(&route) else {
                 on_link.push(dst.network());
                 continue;
             };
-            if gw.is_ipv4() != dst.is_ipv4() {
-                return Err(Error::config(format!("route {dst} via {gw}: the gateway is of the other address family")));
-            }
+            ResultRoute { gw: Some(gw), ..route.clone() }.check_family()?;
             // The kernel gives each interface with IPv6 a route to fe80::/64.
             let is_link_local = matches!(gw, IpAddr::V6(v6) if v6.is_unicast_link_local());
             if !is_link_local && !on_link.iter().any(|network| network.contains(gw)) {
@@ -195,17 +194,8 @@ impl Layer3 {
     /// the result, in the result's order. `interface_index` is the index of CNI_IFNAME.
     pub(super) fn kernel_routes(&self, interface_index: u32) -> Vec<Route> {
         let mut routes = self.subnet_routes(interface_index);
-        for route in &self.routes {
-            routes.push(Route {
-                mtu: route.mtu,
-                advmss: route.advmss,
-                priority: route.priority,
-                table: route.table,
-                scope: route.scope,
-                // A route of a result may have host bits, the kernel's has none.
-                ..Route::new(route.dst.network(), self.next_hop(route), interface_index)
-            });
-        }
+        let paths = self.routes.iter().flat_map(ResultRoute::paths);
+        routes.extend(paths.map(|path| kernel_route(&path, self.next_hop(&path), interface_index)));
         routes
     }
 
@@ -301,9 +291,8 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
             }
         }
     }
-    // `routes` ends with the result's routes, in the same order.
-    let kernel_routes = &routes[routes.len() - layer3.routes.len()..];
-    for (result_route, kernel_route) in layer3.routes.iter_mut().zip(kernel_routes) {
+    for result_route in &mut layer3.routes {
+        let kernel_route = kernel_route(result_route, None, index);
         // A route in `behind` stands for all routes that were merged with it.
         if let Some((_, metric)) = behind.iter().find(|(route, _)| kernel_route.conflicts_with(route)) {
             result_route.priority = Some(*metric);
@@ -320,6 +309,13 @@ pub(super) fn configure(container: &Netlink, index: u32, dad: Dad, layer3: &mut 
 fn is_advertised(container: &Netlink, index: u32, address: Cidr) -> Result<bool> {
     let existing = container.list_addresses(index)?;
     Ok(!address.is_ipv4() && existing.iter().any(|other| other.cidr == address && !other.permanent))
+}
+
+/// Returns the kernel's route for a route of a result, with the gateway `gw`, over the interface
+/// `index`. A route of a result may have host bits, the kernel's has none.
+pub fn kernel_route(route: &ResultRoute, gw: Option<IpAddr>, index: u32) -> Route {
+    let ResultRoute { dst, mtu, advmss, priority, table, scope, .. } = *route;
+    Route { mtu, advmss, priority, table, scope, ..Route::new(dst.network(), gw, index) }
 }
 
 /// Groups the routes to add: conflicting routes (same destination, table and metric) become the
