@@ -64,7 +64,6 @@ def scenario_dual_stack(node):
 def of_a_project(node, name):
     """A list as the project documents it; what masquerades is not in there."""
     write("/run/flannel/subnet.env", SUBNET)
-    node.use("/opt/e2e/standins")
     conf = conflist(name)
     runtime = start(node, *conf["plugins"], version=conf["cniVersion"])
     identifiers = [runtime.run_pod(f"pod{each}", ("tcp", 80, 8080 + each, "")) for each in range(2)]
@@ -79,6 +78,10 @@ def scenario_the_list_of_kind(node):
 
 def scenario_the_list_of_k3s(node):
     of_a_project(node, "k3s")
+
+
+def scenario_the_list_of_rke2(node):
+    of_a_project(node, "rke2")
 
 
 def scenario_nf_tables_without_iptables(node):

@@ -2,9 +2,9 @@
 
 Each list plays twice: as documented, below 1.1.0, where libcni knows ADD, CHECK and DEL alone, and raised to 1.1.0, where
 it sends STATUS and GC too. Lists with firewall also play with every rule in
-nftables, and beside a firewalld. flannel and tc-redirect-tap are
-other projects', not packages of Debian, and have stand-ins that say what they leave out. What masquerades for k3s and
-kind is left out.
+nftables, and beside a firewalld. tc-redirect-tap is another
+project's, not a package of Debian, and has a stand-in that says what it leaves out. What masquerades for k3s, RKE2 and
+kind is left out, and so is flanneld: its file is there.
 """
 
 import concurrent.futures
@@ -278,6 +278,14 @@ def scenario_k3s(node):
 
 def scenario_k3s_in_1_1_0(node):
     return in_1_1_0(node, "k3s", "egress")
+
+
+def scenario_rke2(node):
+    return as_documented(node, "rke2", "egress")
+
+
+def scenario_rke2_in_1_1_0(node):
+    return in_1_1_0(node, "rke2", "egress")
 
 
 def scenario_kind(node):
