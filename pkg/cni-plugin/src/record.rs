@@ -15,8 +15,8 @@ use cni::skel::Call;
 use cni::steps::Step;
 use cni::{AttachmentId, Code, Error, Result};
 use cni_linux::file::{create, replace};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 /// The length in bytes of the longest record that is read.
 const MAX_SIZE: u64 = 1 << 20;
@@ -51,14 +51,7 @@ pub trait AttachmentRecord: Serialize + DeserializeOwned {
     /// # Errors
     /// Code 5 if the folder cannot be read.
     fn list_stale(call: &Call<'_>, valid: &ValidAttachments) -> Result<Vec<Self>> {
-        let entries = match fs::read_dir(Self::FOLDER) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(|error| failed("list", Path::new(Self::FOLDER), error))?,
-        };
-        // A killed writer can leave only its temporary file.
-        let is_record = |path: &PathBuf| path.extension().is_some_and(|end| end == "json" || end == "tmp");
-        let paths = entries.flatten().map(|entry| entry.path()).filter(is_record);
-        let records = paths.filter_map(|path| serde_json::from_slice::<Self>(&read(&path).ok()??).ok());
+        let records = list_as::<Self>(Path::new(Self::FOLDER))?.into_iter().map(|(_, record)| record);
         Ok(records
             .filter(|record| {
                 let attachment = record.attachment();
@@ -101,6 +94,34 @@ pub trait AttachmentRecord: Serialize + DeserializeOwned {
         let path = path(Self::FOLDER, &self.attachment());
         Error::join([purge(&temporary(&path)).err(), purge(&path).err()].into_iter().flatten())
     }
+}
+
+/// Returns the path and the attachment of each record of any plugin in `folder`. Leaves out those
+/// that cannot be read.
+///
+/// # Errors
+/// Code 5 if the folder cannot be read.
+pub fn list(folder: &Path) -> Result<Vec<(PathBuf, AttachmentId)>> {
+    #[derive(Deserialize)]
+    struct Owner {
+        attachment: AttachmentId,
+    }
+    Ok(list_as::<Owner>(folder)?.into_iter().map(|(path, record)| (path, record.attachment)).collect())
+}
+
+/// Returns the files of a folder that can be decoded, each with its path, sorted by path. A killed
+/// writer can leave only its temporary file, so temporary files are returned too.
+fn list_as<T: DeserializeOwned>(folder: &Path) -> Result<Vec<(PathBuf, T)>> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(|error| failed("list", folder, error))?,
+    };
+    let is_record = |path: &PathBuf| path.extension().is_some_and(|end| end == "json" || end == "tmp");
+    let paths = entries.flatten().map(|entry| entry.path()).filter(is_record);
+    let decode = |path: PathBuf| serde_json::from_slice(&read(&path).ok()??).ok().map(|record| (path, record));
+    let mut records: Vec<_> = paths.filter_map(decode).collect();
+    records.sort_by(|(one, _), (other, _)| one.cmp(other));
+    Ok(records)
 }
 
 /// Returns the path of an attachment's record.

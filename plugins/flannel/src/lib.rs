@@ -15,6 +15,7 @@ pub mod fuzzing;
 mod subnet;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
@@ -33,6 +34,70 @@ pub struct Flannel;
 
 /// A configuration of the delegate.
 type Delegated = Map<String, Value>;
+
+/// The file of a container in the folder of stored configurations.
+enum Stored {
+    /// The configuration of the delegate, for the network of the call.
+    Delegated(Delegated),
+    /// A regular file that is not JSON. No network can use it.
+    Undecodable,
+    /// There is no file, it is not a regular file, or it belongs to another network.
+    None,
+}
+
+/// A stored configuration, for `cnitool inspect`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredFile {
+    /// The path of the file.
+    pub path: PathBuf,
+    /// The ID of the container.
+    pub container_id: String,
+    /// The network. `None` if the file cannot be decoded.
+    pub network: Option<String>,
+    /// A text with the type and the ranges of the delegate, or the error.
+    pub text: String,
+}
+
+/// Returns the stored configurations of all networks in the configuration's `dataDir`.
+///
+/// # Errors
+/// Code 5 if the folder or a file cannot be read, 6 if a path of the configuration has a wrong
+/// type.
+pub fn stored_files(conf: &NetConf) -> Result<Vec<StoredFile>> {
+    let mut all = Vec::new();
+    for file in folder(conf)?.list()?.into_iter().filter(|file| !file.is_temporary()) {
+        let (network, text) = match file.read()? {
+            None => continue,
+            Some(Content::Garbage(why)) => (None, why),
+            Some(Content::Bytes(bytes)) => match serde_json::from_slice::<Value>(&bytes) {
+                Err(error) => (None, error.to_string()),
+                Ok(stored) => (stored["name"].as_str().map(str::to_owned), describe(&stored)),
+            },
+        };
+        let container_id = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+        all.push(StoredFile { path: file.path().to_owned(), container_id, network, text });
+    }
+    Ok(all)
+}
+
+/// Returns the type and the ranges of a delegate's configuration, as a text.
+fn describe(delegated: &Value) -> String {
+    let subnets = delegated["ipam"]["ranges"].as_array().into_iter().flatten();
+    let subnets = subnets.filter_map(|set| set[0]["subnet"].as_str());
+    let words: Vec<&str> = delegated["type"].as_str().into_iter().chain(subnets).collect();
+    format!("delegate {}", words.join(" "))
+}
+
+/// Returns the delegate's configuration with an example of a lease, so that a caller can check the
+/// keys in `delegate` and `ipam`.
+///
+/// # Errors
+/// Those of ADD for the configuration.
+pub fn example_delegate(conf: &NetConf) -> Result<Value> {
+    let example = "FLANNEL_NETWORK=10.42.0.0/16\nFLANNEL_SUBNET=10.42.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true";
+    let lease = Lease::parse(example).map_err(Error::config)?;
+    Ok(Conf::new(conf)?.delegate(&lease).into())
+}
 
 impl Plugin for Flannel {
     fn name(&self) -> &'static str {
@@ -71,31 +136,37 @@ impl Plugin for Flannel {
     fn check(&self, call: &Call<'_>) -> Result<()> {
         let file = folder(&call.conf)?.file(&call.container_id);
         let delegated = match stored(call, &file)? {
-            Some(stored) => stored,
-            None => delegated(&call.conf)?,
+            Stored::Delegated(stored) => stored,
+            Stored::Undecodable | Stored::None => delegated(&call.conf)?,
         };
         find_delegate(call, &delegated)?.check()
     }
 
     /// Also runs the delegate if no configuration of this network is stored: the ADD of another
-    /// network may have replaced the file.
+    /// network, or the DEL of another interface, may have replaced or removed the file. Removes the
+    /// container's file if it cannot be decoded: then it is of no use to any network.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let file = folder(&call.conf)?.file(&call.container_id);
         let stored = stored(call, &file)?;
-        let is_stored = stored.is_some();
-        match stored.map_or_else(|| delegated(&call.conf), Ok) {
+        let is_removed = !matches!(stored, Stored::None);
+        let delegated = match stored {
+            Stored::Delegated(stored) => Ok(stored),
+            Stored::Undecodable | Stored::None => delegated(&call.conf),
+        };
+        match delegated {
             Ok(delegated) => find_delegate(call, &delegated)?.del()?,
             Err(error) => call.notes.note(format_args!(
                 "flannel: no plugin was run, since {} has no configuration of this network: {error}",
                 file.path().display()
             )),
         }
-        if is_stored { file.purge().map(drop) } else { Ok(()) }
+        if is_removed { file.purge().map(drop) } else { Ok(()) }
     }
 
     /// Runs the GC of each delegate of the network: the present one, and those in the stored
     /// configurations. Then removes the stored configurations of containers without an attachment
-    /// in `valid`. After an error they stay for the next GC.
+    /// in `valid`. After an error they stay for the next GC. A file that cannot be decoded is only
+    /// noted: it may be a file of another program.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let mut delegates = BTreeMap::new();
         let mut stale = Vec::new();
@@ -104,7 +175,7 @@ impl Plugin for Flannel {
                 stale.push(file);
                 continue;
             }
-            let Some(stored) = stored(call, &file)? else { continue };
+            let Stored::Delegated(stored) = stored(call, &file)? else { continue };
             delegates.insert(stored.get("type").map(Value::to_string), stored);
             let id = file.path().file_name().unwrap_or_default();
             if !valid.iter().any(|(valid_id, _)| id == valid_id) {
@@ -154,25 +225,26 @@ fn delegated(conf: &NetConf) -> Result<Delegated> {
     Ok(conf.delegate(&lease))
 }
 
-/// Returns the stored configuration in `file`, or `None` if there is none, or if it is that of
-/// another network. Notes a file that cannot be decoded.
+/// Reads the stored configuration in `file`. Notes a file that is not used, except that of another
+/// network.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read.
-fn stored(call: &Call<'_>, file: &StateFile) -> Result<Option<Delegated>> {
+fn stored(call: &Call<'_>, file: &StateFile) -> Result<Stored> {
     let bytes = match file.read()? {
-        None => return Ok(None),
+        None => return Ok(Stored::None),
         Some(Content::Bytes(bytes)) => bytes,
         Some(Content::Garbage(why)) => {
             call.notes.note(format_args!("flannel: {} is not used: {why}", file.path().display()));
-            return Ok(None);
+            return Ok(Stored::None);
         }
     };
     match serde_json::from_slice::<Delegated>(&bytes) {
-        Ok(stored) => Ok(Some(stored).filter(|stored| stored.get("name") == Some(&call.conf.name().into()))),
+        Ok(stored) if stored.get("name") == Some(&call.conf.name().into()) => Ok(Stored::Delegated(stored)),
+        Ok(_) => Ok(Stored::None),
         Err(error) => {
             call.notes.note(format_args!("flannel: {} is not used: {error}", file.path().display()));
-            Ok(None)
+            Ok(Stored::Undecodable)
         }
     }
 }

@@ -171,6 +171,46 @@ fn two_networks_of_a_container_are_both_deleted() {
     nothing_is_left(&node);
 }
 
+/// The kernel has the route to the network already. The DEL of the second interface removes the
+/// stored configuration, which both share.
+#[test]
+fn a_second_interface_of_a_network_leaves_the_first() {
+    require!(probe::plugin("flannel"));
+    let node = Node::new();
+    let (container, first, result) = attach(&node, &ready(&node), 1).remove(0);
+    let second = first.clone().ifname("eth1");
+    second.add().fails_with(100, "failed to add route 10.42.0.0/16 via 10.42.3.1 dev eth1: File exists");
+    assert_eq!(stored(&node), [first.id.as_str()]);
+    second.del().success();
+    assert!(container.link("eth0").is_some() && stored(&node).is_empty());
+    first.check(&result).success();
+    first.del().success();
+    nothing_is_left(&node);
+}
+
+/// No network can use such a file, so the DEL of its container removes it. GC only prints its path:
+/// it may be a file of another program.
+#[test]
+fn a_stored_file_that_cannot_be_decoded_ends_with_its_container() {
+    require!(probe::plugin("flannel"));
+    let node = Node::new();
+    let config = patched(ready(&node), json!({"cniVersion": "1.1.0"}));
+    let (_container, attachment, result) = attach(&node, &config, 1).remove(0);
+    fs::write(file_of(&node, &attachment), "{\"name\":\"net1\"").unwrap();
+    let other = node.file("flannel/other", "not JSON");
+    attachment.check(&result).success();
+    for valid in [vec![(attachment.id.as_str(), "eth0")], vec![]] {
+        let outcome = attachment.gc(&valid);
+        outcome.success();
+        assert!(outcome.stderr.contains("flannel/other is not used: expected"), "{}", outcome.report());
+        assert_eq!(stored(&node), [attachment.id.as_str(), "other"]);
+    }
+    attachment.del().success();
+    assert_eq!(stored(&node), ["other"]);
+    fs::remove_file(other).unwrap();
+    nothing_is_left(&node);
+}
+
 #[test]
 fn del_leaves_the_configuration_of_another_network() {
     require!(probe::plugin("flannel"));

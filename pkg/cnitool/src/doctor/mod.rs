@@ -239,7 +239,7 @@ fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
         outcome.add_problem(format!("{} {}: {}", leftover.kind, leftover.what, leftover.why), leftover.command);
     }
     outcome
-        .with_summary("every link, rule, reservation, backup, lease and cache entry belongs to an existing container")
+        .with_summary("every link, rule, reservation, record, lease and cache entry belongs to an existing container")
 }
 
 impl Context<'_, '_> {

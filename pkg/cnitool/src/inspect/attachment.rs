@@ -74,6 +74,7 @@ impl AttachmentReport {
         add_reservation_facts(snapshot, entry, &result, &mut facts);
         add_lease_facts(snapshot, &attachment, &mut facts);
         add_backup_facts(snapshot, &attachment, &mut facts);
+        add_record_facts(snapshot, &attachment, &mut facts);
         AttachmentReport {
             name: format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname),
             network: attachment.network,
@@ -407,5 +408,16 @@ fn add_backup_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut 
             let text = format!("{}  [{}]", backup.settings.join(", "), backup.path.display());
             facts.push(Fact::fine("saved", text));
         }
+    }
+}
+
+/// Adds the records of other plugins about the attachment.
+fn add_record_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut Vec<Fact>) {
+    for record in snapshot.records.iter().filter(|record| record.is_about(attachment)) {
+        let text = format!("{}: {}  [{}]", record.plugin, record.text, record.path.display());
+        facts.push(match record.network {
+            Some(_) => Fact::fine("record", text),
+            None => Fact::differs("record", text),
+        });
     }
 }

@@ -21,7 +21,7 @@ use super::valid_list::ValidList;
 use crate::call::{Format, Streams};
 use crate::node::attachments::Liveness;
 use crate::node::leftovers::attachment_of_owner;
-use crate::node::snapshot::Snapshot;
+use crate::node::snapshot::{Record, Snapshot};
 use crate::report::{REFUSED, write, write_json};
 
 /// The default of `--min-age`, in seconds. A runtime lists a pod only after its containers can be
@@ -161,7 +161,8 @@ impl VerbRun<'_, '_> {
         let backups = backups.map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
         let leases = snapshot.leases.iter().map(|(_, lease)| lease);
         let leases = leases.map(|lease| AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname));
-        rules.chain(backups).chain(leases).for_each(|id| add(&id, &mut |_| {}));
+        let records = snapshot.records.iter().filter_map(Record::attachment);
+        rules.chain(backups).chain(leases).chain(records).for_each(|id| add(&id, &mut |_| {}));
         Ok(networks)
     }
 

@@ -1,5 +1,5 @@
-//! Lists leftovers: links, devices, rules, reservations, backups, leases and cache entries of
-//! containers that do not exist any more.
+//! Lists leftovers: links, devices, rules, reservations, backups, records, leases and cache entries
+//! of containers that do not exist any more.
 //!
 //! An object is a leftover if the result cache does not have its attachment and no link of the host
 //! has the attachment's alias. Exceptions:
@@ -88,6 +88,7 @@ pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Leftover> {
     add_rules(snapshot, &mut leftovers);
     add_reservations(snapshot, &mut leftovers);
     add_backups(snapshot, &mut leftovers);
+    add_records(snapshot, &mut leftovers);
     add_leases(snapshot, &mut leftovers);
     leftovers
 }
@@ -107,6 +108,13 @@ fn del_command(snapshot: &Snapshot, attachment: &AttachmentId) -> Option<String>
 fn quoted_del_command(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
     let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
     format!("cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")
+}
+
+/// Returns instructions for an attachment without a cache entry, whose network is not configured:
+/// `cnitool del` needs a configuration.
+fn del_instructions(attachment: &AttachmentId) -> String {
+    let network = quoted(&attachment.network);
+    format!("configure network {network} again, then run {}", quoted_del_command(attachment))
 }
 
 /// Whether a byte has no special meaning in a shell.
@@ -206,12 +214,17 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     }
 }
 
+/// Returns the attachments in the result cache, and those that the alias of a link names.
+fn known_attachments(snapshot: &Snapshot) -> Vec<AttachmentId> {
+    let cached = snapshot.attachments.cached.iter().map(Entry::id);
+    let by_alias = snapshot.attachments.aliased_links.iter().map(|(attachment, _)| attachment.clone());
+    cached.chain(by_alias).collect()
+}
+
 /// Adds the packet filter rules of attachments that are neither in the result cache nor named by a
 /// link's alias.
 fn add_rules(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    let cached = snapshot.attachments.cached.iter().map(Entry::id);
-    let by_alias = snapshot.attachments.aliased_links.iter().map(|(attachment, _)| attachment.clone());
-    let known: Vec<AttachmentId> = cached.chain(by_alias).collect();
+    let known = known_attachments(snapshot);
     for rule in &snapshot.rules {
         let owner = &rule.owner;
         if known.iter().any(|attachment| owner.matches(attachment)) {
@@ -240,12 +253,7 @@ fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
         return command.clone();
     }
     match &attachment {
-        // `cnitool del` needs the network's configuration, because the attachment has no cache
-        // entry.
-        Some(attachment) => {
-            let network = quoted(&attachment.network);
-            format!("configure network {network} again, then run {}", quoted_del_command(attachment))
-        }
+        Some(attachment) => del_instructions(attachment),
         None => format!("find the rule in {} and delete it by hand", rule.place),
     }
 }
@@ -296,6 +304,26 @@ fn add_backups(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         let command = owner.as_ref().and_then(|attachment| del_command(snapshot, attachment));
         let command = command.unwrap_or_else(rm_command);
         leftovers.push(Leftover::new("backup", what, owner.as_ref(), NOT_CACHED, command));
+    }
+}
+
+/// Adds the records of bond, flannel, host-device and route-override about attachments that are
+/// neither in the result cache nor named by a link's alias. Only DEL gives back the interfaces in a
+/// record of bond or host-device, so no command removes such a record alone.
+fn add_records(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
+    let known = known_attachments(snapshot);
+    for record in &snapshot.records {
+        if known.iter().any(|attachment| record.is_about(attachment)) {
+            continue;
+        }
+        let what = format!("{} of container {}: {}", record.path.display(), record.container_id, record.text);
+        let attachment = record.attachment();
+        let command = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
+        let command = command.unwrap_or_else(|| match &attachment {
+            Some(attachment) if record.plugin != "flannel" => del_instructions(attachment),
+            _ => format!("rm {}", quoted(&record.path.to_string_lossy())),
+        });
+        leftovers.push(Leftover::new("record", what, attachment.as_ref(), NOT_KNOWN, command));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reads everything about a node's networks once, for `inspect` and `doctor`.
 
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use cni::AttachmentId;
 use cni::Error;
@@ -28,6 +28,39 @@ pub(crate) struct ListedPool {
     pub(crate) unusual: Vec<(IpAddr, String)>,
 }
 
+/// What a plugin has recorded on the host about an attachment, for DEL.
+pub(crate) struct Record {
+    /// The plugin.
+    pub(crate) plugin: &'static str,
+    pub(crate) path: PathBuf,
+    /// A description of the content.
+    pub(crate) text: String,
+    /// The network. `None` if the file cannot be decoded.
+    pub(crate) network: Option<String>,
+    pub(crate) container_id: String,
+    /// The interface. `None` for flannel, which records one configuration for each container.
+    pub(crate) ifname: Option<String>,
+}
+
+impl Record {
+    /// Whether the record is about this attachment, as far as it is known.
+    pub(crate) fn is_about(&self, attachment: &AttachmentId) -> bool {
+        self.container_id == attachment.container_id
+            && self.network.as_ref().is_none_or(|network| *network == attachment.network)
+            && self.ifname.as_ref().is_none_or(|ifname| *ifname == attachment.ifname)
+    }
+
+    /// Returns the attachment, or `None` if the network is not known. If the interface is not
+    /// known, `eth0` is assumed.
+    pub(crate) fn attachment(&self) -> Option<AttachmentId> {
+        let ifname = self.ifname.as_deref().unwrap_or("eth0");
+        self.network.as_ref().map(|network| AttachmentId::new(network, &self.container_id, ifname))
+    }
+}
+
+/// The plugins with a folder of records in /run/cni.
+const RECORDING: [&str; 3] = ["bond", "host-device", "route-override"];
+
 /// The state of a node at one moment.
 pub(crate) struct Snapshot {
     /// The configured networks.
@@ -41,6 +74,8 @@ pub(crate) struct Snapshot {
     pub(crate) rules: Vec<ContainerRule>,
     /// tuning's backups.
     pub(crate) backups: Vec<Saved>,
+    /// The records of the other plugins.
+    pub(crate) records: Vec<Record>,
     /// The pools of host-local.
     pub(crate) pools: Vec<ListedPool>,
     /// The leases that dhcp's daemons have recorded, each with the socket of its daemon.
@@ -51,8 +86,8 @@ impl Snapshot {
     /// Reads the state of this node. Problems with single files are written to `notes`.
     ///
     /// # Errors
-    /// - Code 5 if the folder of the networks, of the result cache, of reservations, of leases or
-    ///   of backups cannot be read.
+    /// - Code 5 if the folder of the networks, of the result cache, of reservations, of leases, of
+    ///   backups or of records cannot be read.
     /// - Code 6 if the `dataDir` of a configuration has the wrong type.
     /// - Code 11 if the lock of reservations is held for too long.
     /// - The kernel's error if the links or the packet filter rules cannot be listed.
@@ -76,7 +111,8 @@ impl Snapshot {
         }
         let rules = list_container_rules(call.machine, notes)?;
         let backups = read_backups(&networks, notes)?;
-        Ok(Snapshot { networks, attachments, ifbs, rules, backups, pools, leases })
+        let records = read_records(&networks)?;
+        Ok(Snapshot { networks, attachments, ifbs, rules, backups, records, pools, leases })
     }
 
     /// Returns the bridges that containers use: a bridge with a port in
@@ -105,12 +141,8 @@ impl Snapshot {
 /// Code 5 if a folder or a file cannot be read; 6 if a configuration's `dataDir` has the wrong
 /// type.
 fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, Error> {
-    let tuning = |list| confs_of_type(list, "tuning").map(|(_, conf)| conf);
-    let mut confs: Vec<NetConf> = networks.iter().flat_map(tuning).collect();
-    // Without `dataDir`, this configuration selects the default folder.
-    confs.extend(NetConf::parse(r#"{"cniVersion":"1.0.0","name":"any","type":"tuning"}"#));
     let mut backups: Vec<Saved> = Vec::new();
-    for conf in confs {
+    for conf in confs_with_default(networks, "tuning") {
         for backup in plugin_tuning::saved(&conf, notes)? {
             if !backups.iter().any(|known| known.path == backup.path) {
                 backups.push(backup);
@@ -118,6 +150,41 @@ fn read_backups(networks: &[NetworkList], notes: &Notes) -> Result<Vec<Saved>, E
         }
     }
     Ok(backups)
+}
+
+/// Returns the configurations of the plugin `kind` in all networks, and one without keys, which
+/// selects the default folder.
+fn confs_with_default(networks: &[NetworkList], kind: &str) -> Vec<NetConf> {
+    let mut confs: Vec<NetConf> =
+        networks.iter().flat_map(|list| confs_of_type(list, kind).map(|(_, conf)| conf)).collect();
+    confs.extend(NetConf::parse(format!(r#"{{"cniVersion":"1.0.0","name":"any","type":"{kind}"}}"#)));
+    confs
+}
+
+/// Returns the records of all plugins. Those of flannel are in the folders that the networks
+/// configure, and in the default folder.
+///
+/// # Errors
+/// Code 5 if a folder or a file cannot be read; 6 if a configuration's path has the wrong type.
+fn read_records(networks: &[NetworkList]) -> Result<Vec<Record>, Error> {
+    let mut records: Vec<Record> = Vec::new();
+    for plugin in RECORDING {
+        for (path, attachment) in cni_plugin::record::list(&Path::new("/run/cni").join(plugin))? {
+            let AttachmentId { network, container_id, ifname } = attachment;
+            let text = "for DEL".to_owned();
+            let (network, ifname) = (Some(network), Some(ifname));
+            records.push(Record { plugin, path, text, network, container_id, ifname });
+        }
+    }
+    for conf in confs_with_default(networks, "flannel") {
+        for stored in plugin_flannel::stored_files(&conf)? {
+            if !records.iter().any(|known| known.path == stored.path) {
+                let plugin_flannel::StoredFile { path, container_id, network, text } = stored;
+                records.push(Record { plugin: "flannel", path, text, network, container_id, ifname: None });
+            }
+        }
+    }
+    Ok(records)
 }
 
 /// Whether a backup has no owner and is named like the Go plugin's backup of `attachment`. The name

@@ -90,10 +90,42 @@ fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
             problems.push(Problem::error(path_of(key), error.msg()));
         }
     }
+    let capabilities = &object["capabilities"];
     // The interface plugin and its IPAM plugin get the same configuration.
-    for plugin in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
-        problems.extend(unknown_keys(plugin, &request, &path_of));
-        let runtime_sets_ranges = plugin.role() == Role::Ipam && object["capabilities"]["ipRanges"] == json!(true);
+    problems.extend(check_keys([kind, ipam], &request, capabilities, &path_of));
+    if kind == "flannel" {
+        problems.extend(check_delegate(&request, capabilities, &path_of));
+    }
+    problems.extend(unused_capabilities(object, kind, ipam, &path_of));
+    problems
+}
+
+/// Returns the problems in the keys of flannel's delegate and of the delegate's IPAM plugin, which
+/// get a configuration that flannel makes. flannel's own errors are reported elsewhere.
+fn check_delegate(request: &Value, capabilities: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+    let made = NetConf::parse(request.to_string()).and_then(|conf| plugin_flannel::example_delegate(&conf));
+    let Ok(delegated) = made else { return Vec::new() };
+    let path_of = |path: &str| {
+        let is_ipam = path == "ipam" || path.starts_with("ipam.");
+        if is_ipam { path_of(path) } else { path_of(&format!("delegate.{path}")) }
+    };
+    let kinds = [&delegated["type"], &delegated["ipam"]["type"]].map(|kind| kind.as_str().unwrap_or_default());
+    check_keys(kinds, &delegated, capabilities, &path_of)
+}
+
+/// Returns the problems in the keys of the plugins of these types, which all get the configuration
+/// `request`. `capabilities` are those of the list's plugin. `path_of` converts a path in the
+/// configuration to a path in the document.
+fn check_keys(
+    kinds: [&str; 2],
+    request: &Value,
+    capabilities: &Value,
+    path_of: &dyn Fn(&str) -> String,
+) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for plugin in kinds.into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
+        problems.extend(unknown_keys(plugin, request, path_of));
+        let runtime_sets_ranges = plugin.role() == Role::Ipam && capabilities["ipRanges"] == json!(true);
         let check = |value: &Value| {
             let outcome = NetConf::parse(value.to_string()).and_then(|conf| plugin.examine(&conf));
             match outcome {
@@ -106,10 +138,9 @@ fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
                 outcome => outcome.map_err(|error| error.to_string()),
             }
         };
-        let errors = locate::errors(&request, &["cniVersion", "name", "type"], &check);
+        let errors = locate::errors(request, &["cniVersion", "name", "type"], &check);
         problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
     }
-    problems.extend(unused_capabilities(object, kind, ipam, &path_of));
     problems
 }
 

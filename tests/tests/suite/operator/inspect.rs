@@ -239,3 +239,48 @@ fn an_alias_with_a_hash_names_the_attachment_too() {
     assert_eq!(reserved["reservations"][0]["state"], "in use", "{reserved:#}");
     operator.done(&["del", "net1", path(&container), "--container-id", &id]);
 }
+
+/// flannel stores its configuration under the container's ID alone, route-override a record.
+#[test]
+fn records_are_shown_and_found_without_an_attachment() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let folder = operator.node.dir().join("flannel");
+    let env = "FLANNEL_NETWORK=10.42.0.0/16\nFLANNEL_SUBNET=10.42.3.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+    let subnet = operator.node.file("subnet.env", env);
+    let flannel = json!({"type": "flannel", "subnetFile": subnet, "dataDir": folder, "delegate": {"bridge": "br0"}});
+    let route_override = json!({"type": "route-override", "flushroutes": true});
+    let list = json!({"cniVersion": "1.1.0", "name": "net1", "plugins": [flannel, route_override]});
+    operator.node.file("net.d/10-net1.conflist", list.to_string());
+    let container = attach(&operator);
+    let stored = folder.join(&container.id);
+    let text = operator.done(&["inspect"]);
+    for words in [
+        format!("record       flannel: delegate bridge 10.42.3.0/24  [{}]", stored.display()),
+        "record       route-override: for DEL  [/run/cni/route-override/".to_owned(),
+        "1 attachment; nothing is left over.".to_owned(),
+    ] {
+        assert!(text.contains(&words), "it should say `{words}`:\n{text}");
+    }
+    operator.done(&["doctor"]);
+    // A file that cannot be decoded belongs to the container that has its name.
+    let whole = std::fs::read(&stored).unwrap();
+    std::fs::write(&stored, "{").unwrap();
+    operator.failed(&["inspect"], &["! record       flannel: EOF while parsing an object"]);
+    std::fs::write(&stored, whole).unwrap();
+    // The runtime has lost its memory, and the link is gone too.
+    operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/net1-*"]);
+    let link = operator.node.ports("br0").pop().unwrap();
+    operator.node.exec(&["ip", "link", "delete", &link]);
+    let half = operator.node.file("flannel/gone", "{");
+    let seen = operator.json(&["inspect"]);
+    let (kinds, commands) = left_over(&seen);
+    assert_eq!(kinds, ["reservation", "record"], "{seen:#}");
+    let del = format!("cnitool del net1 --container-id {} --ifname eth0 --keep-going", container.id);
+    let rm = format!("rm {}", half.display());
+    assert!(commands.contains(&&*del) && commands.contains(&&*rm), "{commands:?}");
+    operator.failed(&["doctor"], &[&format!("fix: {del}"), &format!("fix: {rm}")]);
+    operator.paste(&del);
+    operator.paste(&rm);
+    assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
+}

@@ -301,3 +301,40 @@ fn a_file_is_judged_as_a_runtime_reads_it() {
     operator.node.file("folder/00-bridge.conf", bridge.to_string());
     operator.done(&["validate", path]);
 }
+
+/// The delegate's keys, and those of its IPAM plugin, are checked by these plugins.
+#[test]
+fn the_keys_of_flannels_delegate_are_checked() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let list = |flannel: Value| {
+        let flannel = patched(json!({"type": "flannel"}), flannel);
+        let list = json!({"cniVersion": "1.0.0", "name": "cbr0", "plugins": [flannel]});
+        operator.node.file("flannel.conflist", list.to_string()).display().to_string()
+    };
+    let wrong = list(json!({
+        "delegate": {"hairpinmode": true, "hairpinMod": true, "vlan": 5000, "isDefaultGateway": "yes"},
+        "ipam": {"routs": [], "lockTimeout": 0, "routes": [{"dst": "0.0.0.0/0"}, {"dst": "10.9.0.0/16", "gws": []}]},
+        "subnetfile": "/run/flannel/subnet.env", "dataDirs": "",
+    }));
+    operator.failed(
+        &["validate", &wrong],
+        &[
+            "plugins[0].delegate.hairpinMod: unknown key, which is ignored; did you mean \"hairpinMode\"?",
+            "plugins[0].delegate.vlan: invalid VLAN ID 5000",
+            "plugins[0].delegate.isDefaultGateway: ",
+            "plugins[0].ipam.routs: unknown key, which is ignored; did you mean \"routes\"?",
+            "plugins[0].ipam.lockTimeout: ",
+            "plugins[0].ipam.routes[1]",
+            "route 10.9.0.0/16: gws is empty",
+            "plugins[0].dataDirs: unknown key, which is ignored; did you mean \"dataDir\"?",
+        ],
+    );
+    for right in [
+        json!({"delegate": {"hairpinMode": true, "forceAddress": true, "isDefaultGateway": true}}),
+        json!({"delegate": {"type": "ptp", "mtu": 1400}, "ipam": {"dataDir": "/d", "routes": [{"dst": "0.0.0.0/0"}]}}),
+        json!({"delegate": {"type": "somebodys", "key": 1}}),
+    ] {
+        operator.done(&["validate", "--file-only", &list(right)]);
+    }
+}
