@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::cases::{FIREWALL, PLAIN, Side, backend, ipam, portmap, tuning};
-use crate::error::Result;
+use crate::error::{Doing as _, Result};
 use crate::floor::Link;
 use crate::world::{Process, World, feed, run};
 
@@ -118,6 +118,10 @@ pub(crate) static ALL: &[Alone] = &[
             json!({"type": "bond", "mode": "active-backup", "links": links, "ipam": ipam(data)})
         })
     },
+    first_plugin("flannel", |_, data| {
+        let (subnet_file, stored) = (subnet_file(data), data.join("flannel"));
+        json!({"type": "flannel", "subnetFile": subnet_file, "dataDir": stored, "ipam": {"dataDir": data}})
+    }),
     first_plugin("tap", |_, data| json!({"type": "tap", "ipam": ipam(data)})),
     first_plugin("tap without IPAM", |_, _| json!({"type": "tap", "ipam": {}})),
     first_plugin("host-device", |_, data| json!({"type": "host-device", "device": "dev0", "ipam": ipam(data)})),
@@ -190,8 +194,14 @@ impl Alone {
 
     /// For dhcp, creates the container's interface, which stays for all rounds, starts a DHCP
     /// server at its other end and the daemon of the plugin in `dir`, and returns both processes.
-    /// Does nothing for other plugins.
+    /// For flannel, writes the file that flanneld would write. Does nothing for other plugins.
     pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
+        if self.name == "flannel" {
+            let lease =
+                "FLANNEL_NETWORK=10.9.0.0/16\nFLANNEL_SUBNET=10.9.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+            let file = subnet_file(data);
+            std::fs::write(&file, lease).doing(format_args!("failed to write {}", file.display()))?;
+        }
         if self.place != Place::Dhcp {
             return Ok(Vec::new());
         }
@@ -247,6 +257,11 @@ fn create_interface(netns: &Path) -> Result<()> {
     ip(None, &format!("{pair}link set host0 up\naddr add 10.8.0.1/24 dev host0\n"))?;
     let route = "route add 10.7.0.0/16 via 10.8.0.1\n";
     ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{route}"))
+}
+
+/// Returns the path of flanneld's file.
+fn subnet_file(data: &Path) -> PathBuf {
+    data.join("subnet.env")
 }
 
 /// Returns the path of the socket of dhcp's daemon.
