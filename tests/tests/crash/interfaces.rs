@@ -1,8 +1,11 @@
-//! ptp and the plugins that create a link in the container are killed, or fail, at each call of ADD
-//! and DEL.
+//! ptp, the plugins that create a link in the container, and flannel, whose delegate here is ptp,
+//! are killed, or fail, at each call of ADD and DEL.
 //!
 //! A failed ADD leaves nothing. After a killed ADD, and after a killed or failed DEL, the next DEL
 //! leaves nothing; it gets no result.
+
+use std::fs;
+use std::path::PathBuf;
 
 use cni_testkit::probe::{self, Probed};
 use cni_testkit::trace::{self, Act, Hit, Plan, Traced};
@@ -27,8 +30,19 @@ fn config(node: &Node, plugin: &str) -> Value {
         // The node reports remaining rules when it is dropped.
         "ptp" => patched(base, json!({"ipMasq": true, "ipMasqBackend": "nftables"})),
         "vlan" => patched(base, json!({"vlanId": 5})),
+        "flannel" => {
+            let env =
+                "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+            let file = node.file("subnet.env", env);
+            patched(base, json!({"subnetFile": file, "dataDir": stored(node), "delegate": {"type": "ptp"}}))
+        }
         _ => base,
     }
+}
+
+/// The folder of flannel's stored configurations.
+fn stored(node: &Node) -> PathBuf {
+    node.dir().join("flannel")
 }
 
 /// Returns the leftovers of a trial, as lines.
@@ -42,7 +56,9 @@ fn left(node: &Node, container: &Container) -> Vec<String> {
     let inside = names(container.json(&list)).into_iter().map(|name| format!("inside: {name}"));
     let outside = names(node.json(&list)).into_iter().filter(|name| name != "eth0");
     let reserved = node.reservations("net1").into_iter().map(|(address, _)| format!("reserved: {address}"));
-    inside.chain(outside.map(|name| format!("on the host: {name}"))).chain(reserved).collect()
+    let stored = fs::read_dir(stored(node)).into_iter().flatten().flatten();
+    let stored = stored.map(|file| format!("stored: {}", file.path().display()));
+    inside.chain(outside.map(|name| format!("on the host: {name}"))).chain(reserved).chain(stored).collect()
 }
 
 /// Runs one trial.
@@ -139,4 +155,19 @@ for_each_plugin! {
     macvlan: Ok(());
     ptp: probe::nft();
     vlan: probe::vlan_links();
+}
+
+/// flannel itself sends the kernel no requests.
+mod flannel {
+    use super::*;
+
+    #[test]
+    fn is_killed() {
+        sweep("flannel", Ok(()), &[Act::Signal(Signal::SIGKILL)], |hit| soak().is_some() || !hit.starting);
+    }
+
+    #[test]
+    fn meets_an_error() {
+        sweep("flannel", Ok(()), &[Act::Fail(Errno::EPERM), Act::Signal(Signal::SIGTERM)], |_| true);
+    }
 }
