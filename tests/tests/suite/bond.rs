@@ -3,7 +3,7 @@
 use std::fs;
 
 use cni_testkit::trace::{self, Act, Plan};
-use cni_testkit::{Attachment, Container, Node, probe, require, rounds};
+use cni_testkit::{Attachment, Container, Invocation, Node, bin_dir, probe, require, rounds};
 use conformance::{VERSION, addresses, ipam, patched};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
@@ -324,8 +324,67 @@ fn a_bond_without_a_record_is_removed_by_the_configuration() {
     assert_eq!(container.link("eth0"), None);
 }
 
+/// Adds as Multus does: by libcni, with a result cache of its own for all networks but the first.
+/// The links come before the bond, and go after it.
 #[test]
-fn whatever_stops_an_add_the_ports_return() {
+fn a_second_network_bonds_the_links_of_others() {
+    require!(probe::plugin("bond"));
+    require!(probe::bond());
+    let node = node();
+    node.expect_left("br0");
+    let container = node.container();
+    // host-device returns an interface down and without its alias, as Go's does.
+    node.ip(&["link set dev0 down", "link set dev0 alias ''"]);
+    let before = on_host(&node);
+    let bond = json!({"type": "bond", "mode": "active-backup", "miimon": "50", "linksInContainer": true,
+                      "links": [{"name": "net1"}, {"name": "net2"}], "ipam": ipam(&node, &["10.1.0.0/24"])});
+    let networks = [
+        (
+            "pods",
+            "eth0",
+            json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam(&node, &["10.9.0.0/24"])}),
+        ),
+        ("link0", "net1", json!({"type": "host-device", "device": "dev0"})),
+        ("link1", "net2", json!({"type": "host-device", "device": "dev1"})),
+        ("bonded", "net3", bond),
+    ];
+    for (name, _, plugin) in &networks {
+        let list = json!({"cniVersion": VERSION, "name": name, "plugins": [plugin]});
+        node.file(&format!("net.d/{name}.conflist"), list.to_string());
+    }
+    let cnitool = |verb: &str, (name, ifname, _): &(&str, &str, Value)| {
+        let call = Invocation::new(&node, bin_dir().join("cnitool")).cni_path(bin_dir());
+        let call = call.env("NETCONFPATH", node.dir().join("net.d")).arg(verb).arg(name).arg(container.netns());
+        let call = call.arg("--container-id").arg(&container.id).arg("--ifname").arg(ifname);
+        let cache = if *ifname == "eth0" { "/var/lib/cni" } else { "/var/lib/cni/multus" };
+        let outcome = call.arg("--cache-dir").arg(cache).run();
+        assert_eq!(outcome.status, Some(0), "{verb} of {name}: {}", outcome.report());
+    };
+    let cached = || node.run(&["sh", "-c", "ls /var/lib/cni/multus/results"]).stdout;
+    for _ in 0..2 {
+        networks.iter().for_each(|network| cnitool("add", network));
+        assert_eq!(cached().lines().count(), 3);
+        for link in ["net1", "net2"] {
+            assert_eq!(container.link(link).unwrap()["master"], "net3");
+        }
+        for network in [&networks[0], &networks[3]] {
+            cnitool("check", network);
+        }
+        container.ping("10.1.0.1");
+        container.ping("10.9.0.1");
+        networks.iter().rev().for_each(|network| cnitool("del", network));
+        assert_eq!((on_host(&node), records(&node), cached()), (before.clone(), 0, String::new()));
+        assert_eq!((container.link("net3"), container.link("eth0")), (None, None));
+    }
+    // The bond's DEL comes last, or not at all: the links were gone already.
+    networks.iter().for_each(|network| cnitool("add", network));
+    networks.iter().for_each(|network| cnitool("del", network));
+    assert_eq!((on_host(&node), records(&node), container.link("net3")), (before, 0, None));
+    assert_eq!((node.reservations("bonded"), node.reservations("pods")), (vec![], vec![]));
+}
+
+#[test]
+fn whatever_stops_a_verb_the_ports_return() {
     require!(probe::plugin("bond"));
     require!(probe::bond());
     require!(trace::supported());
@@ -333,24 +392,28 @@ fn whatever_stops_an_add_the_ports_return() {
     let container = node.container();
     let before = on_host(&node);
     let attachment = Attachment::new(&node, &container, network(&node, json!({"ipam": null})));
-    let attempt = |at, act| {
+    let attempt = |verb: &str, at, act| {
         let plan = Plan { victim: "bond".to_owned(), at, act };
-        attachment.invocation("ADD", None).traced(&plan)
+        if verb == "DEL" {
+            attachment.add().success();
+        }
+        attachment.invocation(verb, None).traced(&plan)
     };
-    for act in [Act::Fail(Errno::ENOBUFS), Act::Signal(Signal::SIGKILL)] {
-        let honest = attempt(u64::MAX, act);
-        honest.outcome.success();
+    let (fail, kill) = (Act::Fail(Errno::ENOBUFS), Act::Signal(Signal::SIGKILL));
+    for (verb, act) in [("ADD", fail), ("ADD", kill), ("DEL", fail), ("DEL", kill)] {
+        let honest = attempt(verb, u64::MAX, act);
+        assert_eq!(honest.outcome.status, Some(0), "{}", honest.outcome.report());
         attachment.del().success();
         assert_eq!(on_host(&node), before);
         let meant = ["openat", "setns", "sendto", "recvfrom", "socket", "write", "linkat"];
         let is_meant = |hit: &trace::Hit| !hit.starting && meant.contains(&hit.call.as_str());
         let points: Vec<u64> = (1..).zip(&honest.all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
-        let some = usize::try_from(rounds(points.len() as u64)).unwrap();
+        let some = usize::try_from(rounds(if verb == "ADD" { points.len() as u64 } else { 8 })).unwrap();
         assert!(points.len() > 15, "{:?}", honest.all);
         for at in points.iter().copied().step_by(points.len().div_ceil(some)) {
-            let hurt = attempt(at, act);
-            let story = format!("{act:?} at call {at}, {:?}\n{}", hurt.hit, hurt.outcome.report());
-            if hurt.outcome.status == Some(1) {
+            let hurt = attempt(verb, at, act);
+            let story = format!("{verb}: {act:?} at call {at}, {:?}\n{}", hurt.hit, hurt.outcome.report());
+            if verb == "ADD" && hurt.outcome.status == Some(1) {
                 assert_eq!((on_host(&node), container.link("eth0")), (before.clone(), None), "{story}");
             }
             attachment.del().success();
