@@ -146,3 +146,25 @@ fn gos_bridge_uses_the_first_gateway_of_our_ipam() {
     attachment.check(&result).success();
     attachment.del_with(&result).success();
 }
+
+#[test]
+fn a_second_default_route_over_several_gateways_is_behind() {
+    let node = Node::new();
+    let default = |gateways| json!([patched(json!({"dst": "0.0.0.0/0"}), gateways)]);
+    let first = network(&node, "1.0.0", default(json!({"gw": "10.1.0.1"})));
+    let (container, one, one_result) = attach(&node, &first, 1).remove(0);
+    let config = patched(
+        bridge(&node, &["10.2.0.0/24"]),
+        json!({"name": "net2", "bridge": "br1", "ipam": {"routes": default(json!({"gws": ["10.2.0.8", "10.2.0.9"]}))}}),
+    );
+    let two = one.clone().ifname("net1").config(config);
+    let result = two.add().success();
+    let listed = json!({"dst": "0.0.0.0/0", "gw": "10.2.0.8", "gws": ["10.2.0.8", "10.2.0.9"], "priority": 1});
+    assert_eq!(result["routes"], json!([listed]));
+    let shown = container.json(&["ip", "-j", "route", "show", "default", "metric", "1"]);
+    let hops = shown[0]["nexthops"].as_array().map(Vec::len);
+    assert_eq!((used(&container), hops), (vec!["10.1.0.1".to_owned()], Some(2)), "{shown}");
+    two.check(&result).success();
+    two.del_with(&result).success();
+    one.del_with(&one_result).success();
+}
