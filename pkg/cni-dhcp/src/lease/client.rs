@@ -100,7 +100,7 @@ impl Identity {
 pub(super) struct Search {
     /// How many messages have been sent.
     pub(super) asked: u32,
-    /// How many offers were accepted.
+    /// How many offers were received.
     pub(super) offers: u32,
     /// How many times a server has refused the address that it had offered.
     pub(super) refusals: u32,

@@ -7,17 +7,18 @@
 //! so that those of a recorded lease remain valid after a restart of the daemon.
 
 mod client;
+mod granted;
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use cni::Cidr;
-use serde::{Deserialize, Serialize};
 
 use crate::message::v6::Information;
-use crate::message::{Client, LeaseParameters, Reply, Server, v4};
+use crate::message::{Client, HIGHEST_PREFERENCE, LeaseParameters, Reply, Server, v4};
 pub use client::Identity;
 use client::Search;
+pub use granted::Lease;
 
 /// The wait before the first message is repeated. It doubles with each repetition. It is short
 /// because messages may get lost right after the link has come up.
@@ -50,42 +51,6 @@ impl Default for Limits {
     fn default() -> Limits {
         let seconds = Duration::from_secs;
         Limits { answer: seconds(10), pause: seconds(62), total: seconds(208) }
-    }
-}
-
-/// A lease: its parameters, and the time of its request.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Lease {
-    /// The lease's parameters, as the server granted them.
-    pub terms: LeaseParameters,
-    /// When the request was sent. According to RFC 2131, the lease time begins then.
-    pub since: Duration,
-}
-
-impl Lease {
-    /// Returns the time that is this many seconds after the request. Returns `Duration::MAX` for a
-    /// lease that never ends (a lease time of `u32::MAX`).
-    fn after(&self, seconds: u32) -> Duration {
-        if self.terms.seconds == u32::MAX {
-            Duration::MAX
-        } else {
-            self.since.saturating_add(Duration::from_secs(seconds.into()))
-        }
-    }
-
-    /// Returns the time from which the client asks its server to extend the lease.
-    pub fn t1(&self) -> Duration {
-        self.after(self.terms.t1)
-    }
-
-    /// Returns the time from which the client asks all servers to extend the lease.
-    pub fn t2(&self) -> Duration {
-        self.after(self.terms.t2)
-    }
-
-    /// Returns the time from which the address must not be used.
-    pub fn expiry(&self) -> Duration {
-        self.after(self.terms.seconds)
     }
 }
 
@@ -181,6 +146,8 @@ pub struct Session {
     xid: u32,
     /// How many messages have been sent in this state.
     tries: u32,
+    /// The best offer of a search whose first wait has not passed, and its preference.
+    best: Option<(LeaseParameters, u8)>,
     /// What has happened until the first lease.
     search: Search,
     /// When this state's exchange with servers began.
@@ -204,6 +171,7 @@ impl Session {
             // `enter` replaces it.
             xid: 0,
             tries: 0,
+            best: None,
             search: Search::default(),
             begun: now,
             sent: now,
@@ -257,6 +225,7 @@ impl Session {
     fn enter(&mut self, state: State, now: Duration) {
         self.state = state;
         self.tries = 0;
+        self.best = None;
         self.begun = now;
         self.next = now;
         // The generator splitmix64, which needs only one random number as its seed.
@@ -265,9 +234,15 @@ impl Session {
         self.xid = ((mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32) as u32;
     }
 
-    /// Enters the next state if T1, T2 or the end of the lease has been reached. Returns the change
-    /// if the lease has expired. Must be called before each [`step`](Session::step).
+    /// Enters the next state if the wait for offers has passed, or T1, T2 or the end of the lease has
+    /// been reached. Returns the change if an offer is accepted or the lease has expired. Must be
+    /// called before each [`step`](Session::step).
     pub fn elapse(&mut self, now: Duration) -> Option<Change> {
+        if now >= self.next
+            && let Some((terms, _)) = self.best.take()
+        {
+            return Some(self.accept(terms, now));
+        }
         let lease = self.lease().cloned()?;
         if now >= lease.expiry() {
             self.enter(State::Searching, now);
@@ -363,13 +338,10 @@ impl Session {
         // The time of a granted lease begins with the request.
         let since = self.sent;
         match (self.state.clone(), reply) {
-            (State::Searching, Reply::Offer(terms)) => {
-                self.search.offers += 1;
-                self.enter_in_transaction(State::Requesting(terms.clone()), now);
-                Some(Change::Offered(terms))
-            }
+            (State::Searching, Reply::Offer(terms, preference)) => self.compare(terms, preference, now),
             (State::Searching, Reply::Committed(terms)) => {
                 self.search.offers += 1;
+                self.best = None;
                 self.state = State::Probing(Lease { terms: terms.clone(), since });
                 Some(Change::Offered(terms))
             }
@@ -423,6 +395,26 @@ impl Session {
             }
             _ => None,
         }
+    }
+
+    /// Keeps the offer with the highest preference until the first wait has passed (RFC 8415,
+    /// 18.2.1). Accepts an offer at once if it has the highest possible preference, and each offer
+    /// after the first wait.
+    fn compare(&mut self, terms: LeaseParameters, preference: u8, now: Duration) -> Option<Change> {
+        self.search.offers += 1;
+        if preference == HIGHEST_PREFERENCE || self.tries > 1 {
+            return Some(self.accept(terms, now));
+        }
+        if self.best.as_ref().is_none_or(|(_, best)| preference > *best) {
+            self.best = Some((terms, preference));
+        }
+        None
+    }
+
+    /// Continues with a request for an offered address.
+    fn accept(&mut self, terms: LeaseParameters, now: Duration) -> Change {
+        self.enter_in_transaction(State::Requesting(terms.clone()), now);
+        Change::Offered(terms)
     }
 
     /// Continues with an extended lease. `old` is the address until now: a server may replace it.

@@ -8,6 +8,10 @@ fn s(seconds: u64) -> Duration {
     Duration::from_secs(1000 + seconds)
 }
 
+fn ms(milliseconds: u64) -> Duration {
+    s(0) + Duration::from_millis(milliseconds)
+}
+
 fn new() -> Session {
     Session::new(Identity::V6(client()), Limits::default(), 42, s(0))
 }
@@ -31,7 +35,7 @@ fn sent(session: &mut Session, now: Duration) -> u8 {
 fn probing() -> Session {
     let mut session = new();
     assert_eq!(sent(&mut session, s(0)), 1);
-    let reply = grant(&session, 2, &SERVER, ADDRESS, &[]);
+    let reply = grant(&session, 2, &SERVER, ADDRESS, &option(7, &[255]));
     assert!(matches!(session.receive(&reply, s(0)), Some(Change::Offered(_))));
     assert_eq!(sent(&mut session, s(0)), 3);
     let wrong = grant(&session, 7, &OTHER, ADDRESS, &[]);
@@ -68,6 +72,50 @@ fn rapid_commit_needs_no_request() {
     assert!(matches!(session.receive(&reply, s(0)), Some(Change::Offered(_))), "for the record");
     assert!(matches!(session.step(s(0)), Step::Probe(_)));
     assert_eq!(session.probed(true, s(1)), Some(Change::Acquired));
+}
+
+/// The offer that the client accepts after these, each at a time in milliseconds. The first octet of
+/// a server's DUID distinguishes the offers.
+fn accepted(offers: &[(u64, u8, Option<u8>)]) -> (u64, u8) {
+    let mut session = new();
+    sent(&mut session, s(0));
+    let of = |change: &Change| match change {
+        Change::Offered(LeaseParameters { server: Server::Duid(duid), .. }) => duid[3],
+        change => panic!("{change:?}"),
+    };
+    let mut offers = offers.iter().peekable();
+    for now in 0..2000 {
+        if let Some(change) = session.elapse(ms(now)) {
+            return (now, of(&change));
+        }
+        session.step(ms(now));
+        if let Some((_, server, preference)) = offers.next_if(|(at, ..)| *at == now) {
+            let preference = preference.map(|number| option(7, &[number])).unwrap_or_default();
+            let reply = grant(&session, 2, &[0, 3, 0, *server], ADDRESS, &preference);
+            if let Some(change) = session.receive(&reply, ms(now)) {
+                return (now, of(&change));
+            }
+        }
+    }
+    panic!("no offer was accepted")
+}
+
+#[test]
+fn the_offer_with_the_highest_preference_is_accepted() {
+    assert_eq!(accepted(&[(5, 1, None), (6, 2, Some(0)), (90, 3, Some(7)), (91, 4, Some(7))]), (250, 3));
+    assert_eq!(accepted(&[(5, 1, Some(9)), (6, 2, Some(255)), (90, 3, Some(255))]), (6, 2), "ends the wait");
+    assert_eq!(accepted(&[(300, 1, None), (301, 2, Some(7))]), (300, 1), "after the wait the first one");
+}
+
+#[test]
+fn a_committed_lease_replaces_the_offers() {
+    let mut session = new();
+    sent(&mut session, s(0));
+    assert_eq!(session.receive(&grant(&session, 2, &OTHER, ADDRESS, &[]), s(0)), None);
+    let reply = grant(&session, 7, &SERVER, ADDRESS, &option(14, &[]));
+    assert!(matches!(session.receive(&reply, s(0)), Some(Change::Offered(_))));
+    assert_eq!(session.elapse(s(1)), None);
+    assert!(matches!(session.step(s(1)), Step::Probe(_)));
 }
 
 #[test]
@@ -131,7 +179,7 @@ fn a_lost_binding_and_an_expired_lease_end_in_a_search() {
 fn a_refused_request_is_repeated_as_a_search_after_a_pause() {
     let mut session = new();
     sent(&mut session, s(0));
-    let advertise = grant(&session, 2, &SERVER, ADDRESS, &[]);
+    let advertise = grant(&session, 2, &SERVER, ADDRESS, &option(7, &[255]));
     session.receive(&advertise, s(0));
     sent(&mut session, s(0));
     let refusal = answer(7, session.xid, &SERVER, &option(13, &[0, 2]));

@@ -196,7 +196,10 @@ impl Client {
         let server = find(code::SERVER).and_then(|data| addresses(&data).first().copied())?;
         let [kind] = find(code::MESSAGE_TYPE)?[..] else { return None };
         match DhcpMessageType::from(kind) {
-            DhcpMessageType::Offer => Some(Reply::Offer(self.terms(message.your_ip(), server, &find)?)),
+            DhcpMessageType::Offer => {
+                let terms = self.terms(message.your_ip(), server, &find)?;
+                Some(Reply::Offer(terms, HIGHEST_PREFERENCE))
+            }
             DhcpMessageType::Ack => Some(Reply::Ack(self.terms(message.your_ip(), server, &find)?)),
             DhcpMessageType::Nak => Some(Reply::Nak(Server::Ipv4(server))),
             _ => None,
@@ -257,11 +260,15 @@ fn renewal_times(seconds: u32, sent_t1: Option<u32>, sent_t2: Option<u32>) -> (u
     (t1.max(min_t1), t2.max(min_t1))
 }
 
+/// The preference of a server whose offer is accepted at once, without a wait for others. DHCPv4 has
+/// no preferences, so all its offers have this one.
+pub(crate) const HIGHEST_PREFERENCE: u8 = 255;
+
 /// A server's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// DHCPOFFER, or ADVERTISE: the server offers an address.
-    Offer(LeaseParameters),
+    /// DHCPOFFER, or ADVERTISE: the server offers an address. The number is the server's preference.
+    Offer(LeaseParameters, u8),
     /// DHCPACK, or REPLY: the server has leased the address.
     Ack(LeaseParameters),
     /// REPLY with the option Rapid Commit: the server has leased an address that the client has not

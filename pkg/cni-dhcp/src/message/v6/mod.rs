@@ -27,6 +27,7 @@ mod code {
     pub(super) const IA_NA: u16 = 3;
     pub(super) const IA_ADDR: u16 = 5;
     pub(super) const REQUESTED_OPTIONS: u16 = 6;
+    pub(super) const PREFERENCE: u16 = 7;
     pub(super) const ELAPSED_TIME: u16 = 8;
     pub(super) const STATUS: u16 = 13;
     pub(super) const RAPID_COMMIT: u16 = 14;
@@ -160,7 +161,9 @@ impl Client {
             (kind::REPLY, None) => Some(Reply::Information(information)),
             (kind::REPLY, Some(Binding::Refused)) => Some(Reply::Nak(server)),
             (kind::ADVERTISE, Some(Binding::Address { address, seconds, t1, t2 })) => {
-                Some(Reply::Offer(information.with(address, server, (seconds, t1, t2))?))
+                // A server without the option has the lowest preference.
+                let preference = find(&options, code::PREFERENCE).and_then(|data| data.first()).copied();
+                Some(Reply::Offer(information.with(address, server, (seconds, t1, t2))?, preference.unwrap_or(0)))
             }
             (kind::REPLY, Some(Binding::Address { address, seconds, t1, t2 })) => {
                 let terms = information.with(address, server, (seconds, t1, t2))?;
