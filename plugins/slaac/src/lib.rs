@@ -11,6 +11,8 @@ mod conf;
 mod interface;
 pub mod resolver;
 
+use std::cmp::Reverse;
+
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig, Route as ResultRoute};
@@ -103,7 +105,9 @@ impl Plugin for Slaac {
 /// Adds what routers have advertised to `result`. `position` is that of CNI_IFNAME in the result's
 /// interfaces.
 fn complete(result: &mut AddResult, advertised: &Advertised, position: Option<usize>, ifname: &str) {
-    let default_route = advertised.routes.iter().find(|route| route.dst.is_default_route());
+    // The one that the kernel uses, if all routers are reachable.
+    let default_routes = advertised.routes.iter().filter(|route| route.dst.is_default_route());
+    let default_route = default_routes.min_by_key(|route| (route.metric(), Reverse(route.preference)));
     let gateway = default_route.and_then(|route| route.gw);
     for address in &advertised.addresses {
         result.ips.push(IpConfig { interface: position, address: *address, gateway });

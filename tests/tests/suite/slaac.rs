@@ -203,6 +203,31 @@ fn two_routers_are_two_default_routes() {
 }
 
 #[test]
+fn the_router_of_the_highest_preference_is_the_gateway() {
+    require!(probe::radvd().map(drop));
+    let (node, routers) = bridged(2);
+    let addresses: Vec<String> = routers.iter().map(link_local).collect();
+    for (preferences, expected) in [(["low", "high"], 1), (["high", "medium"], 0), (["low", "medium"], 1)] {
+        let advertise = |number: usize| {
+            let options = format!("AdvDefaultPreference {}; {PREFIX}", preferences[number]);
+            router::radvd(&node, &routers[number], &options)
+        };
+        let _radvd = [advertise(0), advertise(1)];
+        // ADD does not wait for a second router.
+        until("both routers have answered", || {
+            let container = node.container();
+            let attachment = Attachment::new(&node, &container, bridge(json!({})));
+            let result = attachment.add().success();
+            let routes = result["routes"].as_array().unwrap().clone();
+            attachment.del_with(&result).success();
+            let are_both = routes.len() == 2;
+            assert!(!are_both || result["ips"][0]["gateway"] == addresses[expected], "{preferences:?}: {result}");
+            are_both
+        });
+    }
+}
+
+#[test]
 fn a_router_with_lifetime_0_is_not_a_gateway() {
     require!(probe::radvd().map(drop));
     let (node, routers) = bridged(1);

@@ -234,9 +234,9 @@ impl Session {
         self.xid = ((mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 32) as u32;
     }
 
-    /// Enters the next state if the wait for offers has passed, or T1, T2 or the end of the lease has
-    /// been reached. Returns the change if an offer is accepted or the lease has expired. Must be
-    /// called before each [`step`](Session::step).
+    /// Enters the next state if the wait for offers has passed, or T1, T2 or the end of the lease
+    /// has been reached. Returns the change if an offer is accepted or the lease has expired. Must
+    /// be called before each [`step`](Session::step).
     pub fn elapse(&mut self, now: Duration) -> Option<Change> {
         if now >= self.next
             && let Some((terms, _)) = self.best.take()

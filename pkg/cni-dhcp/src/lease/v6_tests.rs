@@ -74,8 +74,8 @@ fn rapid_commit_needs_no_request() {
     assert_eq!(session.probed(true, s(1)), Some(Change::Acquired));
 }
 
-/// The offer that the client accepts after these, each at a time in milliseconds. The first octet of
-/// a server's DUID distinguishes the offers.
+/// The offer that the client accepts after these, and when. An offer has a time in milliseconds,
+/// the last octet of the server's DUID, and a preference.
 fn accepted(offers: &[(u64, u8, Option<u8>)]) -> (u64, u8) {
     let mut session = new();
     sent(&mut session, s(0));

@@ -260,14 +260,15 @@ fn renewal_times(seconds: u32, sent_t1: Option<u32>, sent_t2: Option<u32>) -> (u
     (t1.max(min_t1), t2.max(min_t1))
 }
 
-/// The preference of a server whose offer is accepted at once, without a wait for others. DHCPv4 has
-/// no preferences, so all its offers have this one.
+/// The preference of a server whose offer is accepted at once, without a wait for others. DHCPv4
+/// has no preferences, so all its offers have this one.
 pub(crate) const HIGHEST_PREFERENCE: u8 = 255;
 
 /// A server's answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// DHCPOFFER, or ADVERTISE: the server offers an address. The number is the server's preference.
+    /// DHCPOFFER, or ADVERTISE: the server offers an address. The number is the server's
+    /// preference.
     Offer(LeaseParameters, u8),
     /// DHCPACK, or REPLY: the server has leased the address.
     Ack(LeaseParameters),

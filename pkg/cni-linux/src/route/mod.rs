@@ -15,7 +15,7 @@ use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, Parseable as _};
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteNextHop, RouteNextHopFlags,
-    RouteProtocol, RouteType,
+    RoutePreference, RouteProtocol, RouteType,
 };
 
 use crate::error::{Cause, Error, Result};
@@ -98,6 +98,9 @@ pub struct Route {
     pub source: Option<IpAddr>,
     /// Whether the kernel treats the gateway as reachable on the link even if no route covers it.
     pub onlink: bool,
+    /// The preference of the router that advertised the route (RFC 4191): 1 for high, 0 for medium
+    /// and for all other routes, -1 for low. It is only read.
+    pub preference: i8,
     /// The number (`rtm_protocol`) of the kind of program that added the route. Go's plugins and
     /// [`Route::new`] use 3 ("boot").
     pub protocol: u8,
@@ -117,6 +120,7 @@ impl Route {
             scope: None,
             source: None,
             onlink: false,
+            preference: 0,
             protocol: RouteProtocol::Boot.into(),
         }
     }
@@ -436,6 +440,8 @@ fn unicast_routes(RouteMessage { header, attributes, .. }: RouteMessage) -> Vec<
                 }
             }
             RouteAttribute::MultiPath(hops) => next_hops = hops,
+            RouteAttribute::Preference(RoutePreference::High) => route.preference = 1,
+            RouteAttribute::Preference(RoutePreference::Low) => route.preference = -1,
             _ => {}
         }
     }
