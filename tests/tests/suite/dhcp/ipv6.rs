@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cni_testkit::{Attachment, Container, bin_dir, crowd, go_bin_dir, probe, require};
 use conformance::lan::{Lan, until};
-use conformance::{VERSION, patched};
+use conformance::{VERSION, patched, router};
 use serde_json::{Value, json};
 
 use super::servers::for_each;
@@ -22,20 +22,20 @@ fn attachment<'a>(lan: &'a Lan, container: &Container, keys: Value) -> Attachmen
 }
 
 /// An attachment with DHCPv6 only.
-fn stateful<'a>(lan: &'a Lan, container: &Container) -> Attachment<'a> {
+pub(super) fn stateful<'a>(lan: &'a Lan, container: &Container) -> Attachment<'a> {
     attachment(lan, container, json!({"ipv6": "stateful", "ipv4": false}))
 }
 
 /// What the interface plugin does with the result, which has one address. Returns the address.
 #[track_caller]
-fn configure(container: &Container, result: &Value) -> String {
+pub(super) fn configure(container: &Container, result: &Value) -> String {
     let cidr = result["ips"][0]["address"].as_str().unwrap();
     container.ip(&[&format!("address add {cidr} dev eth0 nodad")]);
     cidr.strip_suffix("/128").unwrap().to_owned()
 }
 
 /// The global IPv6 addresses of the container.
-fn globals(container: &Container) -> String {
+pub(super) fn globals(container: &Container) -> String {
     container.exec(&["ip", "-6", "-o", "address", "show", "dev", "eth0", "scope", "global"])
 }
 
@@ -141,6 +141,45 @@ fn a_silent_ipv6_server_fails_the_add_and_frees_ipv4() {
     until("the server has the IPv4 address back", || lan.leased().is_empty());
     assert_eq!(lan.records(), 0);
     both.del().success();
+}
+
+#[test]
+fn a_managed_network_without_a_server_fails_the_add() {
+    require!(probe::radvd().map(drop));
+    let lan = Lan::silent();
+    let router = lan.container(&["eth0"]);
+    let options = "AdvManagedFlag on; AdvOtherConfigFlag on; prefix 2001:db8:1::/64 { AdvAutonomous off; };";
+    let _radvd = router::radvd(&lan.node, &router, options);
+    let _daemon = lan.daemon_of(&bin_dir(), &["-timeout", "4s", "-resendmax", "1s", "-resendtimeout", "8s"]);
+    for (ipam, code, texts) in [
+        (
+            json!({"type": "dhcp", "daemonSocketPath": lan.socket(), "ipv6": "stateful", "ipv4": false}),
+            11,
+            ["no more tries", "eth0: no DHCP server answered"],
+        ),
+        (json!({"type": "slaac", "timeout": 12}), 11, ["IPv6 router", "advertises no prefix for addresses"]),
+    ] {
+        let container = lan.node.container();
+        let config = json!({"cniVersion": VERSION, "name": "net1", "type": "bridge", "bridge": "lan", "ipam": ipam});
+        let attachment = Attachment::new(&lan.node, &container, config);
+        attachment.add().fails_naming(code, &texts);
+        assert_eq!((container.link("eth0"), lan.records()), (None, 0));
+        attachment.del().success();
+    }
+}
+
+#[test]
+fn status_is_about_the_keys_of_dhcpv6_too() {
+    let lan = Lan::silent();
+    let container = lan.container(&["eth0"]);
+    let status = |keys: Value| attachment(&lan, &container, keys).status();
+    status(json!({"ipv6": "stateful"})).fails_naming(50, &["DHCP daemon"]);
+    let _daemon = lan.daemon();
+    for keys in [json!({"ipv6": "stateful"}), json!({"ipv6": "stateful", "ipv4": false}), json!({"ipv6": "stateless"})]
+    {
+        status(keys).success();
+    }
+    status(json!({"ipv6": "yes"})).fails_with(50, "invalid ipv6 \"yes\": must be stateful or stateless");
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod operator;
 mod options;
 mod servers;
 mod wire;
+mod wire6;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -110,26 +110,35 @@ impl Wire {
 
     /// Answers all messages as long as something is being done.
     pub(super) fn during<T>(&self, answers: impl Fn(&Message) -> Vec<Vec<u8>> + Sync, work: impl FnOnce() -> T) -> T {
-        struct Ended<'a>(&'a AtomicBool);
-        impl Drop for Ended<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-        let has_ended = AtomicBool::new(false);
-        thread::scope(|scope| {
-            let _ended = Ended(&has_ended);
-            scope.spawn(|| {
-                while !has_ended.load(Ordering::Relaxed) {
-                    match self.received() {
-                        Some(message) => answers(&message).iter().for_each(|answer| self.send(answer)),
-                        None => thread::sleep(Duration::from_millis(1)),
-                    }
-                }
-            });
-            work()
-        })
+        answering(|| self.received(), |message| answers(message).iter().for_each(|answer| self.send(answer)), work)
     }
+}
+
+/// Passes all messages to `answer` as long as something is being done.
+pub(super) fn answering<M, T>(
+    receive: impl Fn() -> Option<M> + Sync,
+    answer: impl Fn(&M) + Sync,
+    work: impl FnOnce() -> T,
+) -> T {
+    struct Ended<'a>(&'a AtomicBool);
+    impl Drop for Ended<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let has_ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let _ended = Ended(&has_ended);
+        scope.spawn(|| {
+            while !has_ended.load(Ordering::Relaxed) {
+                match receive() {
+                    Some(message) => answer(&message),
+                    None => thread::sleep(Duration::from_millis(1)),
+                }
+            }
+        });
+        work()
+    })
 }
 
 #[test]
@@ -157,7 +166,7 @@ fn a_renewal_comes_from_the_leased_address_to_its_server() {
     assert_eq!(release.option(54), Some(&SERVER[2..]));
 }
 
-const IMPATIENT: [&str; 6] = ["-timeout", "1s", "-resendmax", "1s", "-resendtimeout", "2s"];
+pub(super) const IMPATIENT: [&str; 6] = ["-timeout", "1s", "-resendmax", "1s", "-resendtimeout", "2s"];
 
 #[test]
 fn a_server_that_only_broadcasts_is_asked_to_broadcast() {
