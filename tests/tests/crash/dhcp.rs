@@ -8,19 +8,52 @@ use std::time::Duration;
 use std::{fs, thread};
 
 use cni_testkit::trace::{self, Act, Hit, Plan};
-use cni_testkit::{Container, crowd, probe, require, rounds};
+use cni_testkit::{Attachment, Container, crowd, probe, require, rounds};
 use conformance::lan::{Lan, configure, until};
 use conformance::measure::{Dice, figure, seed, soak};
+use conformance::patched;
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// The number of concurrent attachments, each with a thread of its own.
 const ABREAST: usize = 6;
 
+/// The protocol of the leases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Protocol {
+    V4,
+    V6,
+}
+
+impl Protocol {
+    /// A container's attachment.
+    fn attachment<'a>(self, lan: &'a Lan, container: &Container) -> Attachment<'a> {
+        let attachment = lan.attachment(container);
+        match self {
+            Protocol::V4 => attachment,
+            Protocol::V6 => {
+                let keys = json!({"ipam": {"ipv6": "stateful", "ipv4": false}});
+                let config = patched(attachment.config.clone(), keys);
+                attachment.config(config)
+            }
+        }
+    }
+
+    /// Divides a number of trials for DHCPv6, where an ADD takes two seconds.
+    fn share(self, trials: usize) -> usize {
+        if self == Protocol::V4 { trials } else { trials / 4 }
+    }
+}
+
+/// Returns an address without its prefix.
+fn without_prefix(cidr: &str) -> String {
+    cidr.split('/').next().unwrap().to_owned()
+}
+
 /// Deletes an attachment as a runtime does: a failed DEL is repeated.
-fn detach(lan: &Lan, container: &Container) {
-    until("DEL succeeds", || lan.attachment(container).invocation("DEL", None).run().status == Some(0));
+fn detach(attachment: &Attachment<'_>, container: &Container) {
+    until("DEL succeeds", || attachment.invocation("DEL", None).run().status == Some(0));
     container.ip(&["address flush dev eth0 scope global"]);
 }
 
@@ -32,7 +65,7 @@ fn recorded(lan: &Lan) -> Vec<String> {
         .map(|path| {
             let record: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
             let network = record["held"]["Bound"]["terms"]["network"].as_str();
-            network.unwrap_or_else(|| panic!("no lease: {record}")).trim_end_matches("/24").to_owned()
+            without_prefix(network.unwrap_or_else(|| panic!("no lease: {record}")))
         })
         .collect();
     addresses.sort();
@@ -42,32 +75,45 @@ fn recorded(lan: &Lan) -> Vec<String> {
 #[test]
 fn leases_survive_a_daemon_that_is_killed_again_and_again() {
     require!(probe::dnsmasq().map(drop));
-    let cycles = soak().map_or(crowd(100), |times| 500 * usize::try_from(times).unwrap());
+    leases_survive(Protocol::V4, &Lan::new(100, &[]));
+}
+
+#[test]
+fn ipv6_leases_survive_a_daemon_that_is_killed_again_and_again() {
+    require!(probe::kea6().map(drop));
+    let lan = Lan::kea6();
+    // With it, a kill before the record leaves a lease at the server.
+    lan.serve_kea6(&json!({"rapid-commit": false}));
+    leases_survive(Protocol::V6, &lan);
+}
+
+fn leases_survive(protocol: Protocol, lan: &Lan) {
+    let cycles = protocol.share(soak().map_or(crowd(100), |times| 500 * usize::try_from(times).unwrap()));
     let seed = seed();
-    let lan = Lan::new(100, &[]);
     let daemon = Mutex::new(Some(lan.daemon()));
     let containers: Vec<Container> = (0..ABREAST).map(|_| lan.container(&["eth0"])).collect();
     let (left, living) = (AtomicUsize::new(cycles), AtomicUsize::new(ABREAST));
     let (mut kills, refused) = (0, AtomicUsize::new(0));
     thread::scope(|scope| {
         for (number, container) in containers.iter().enumerate() {
-            let (lan, left, living, refused) = (&lan, &left, &living, &refused);
+            let (left, living, refused) = (&left, &living, &refused);
             scope.spawn(move || {
+                let attachment = protocol.attachment(lan, container);
                 let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
                 while take().is_ok() {
-                    detach(lan, container);
-                    let added = lan.attachment(container).invocation("ADD", None).run();
+                    detach(&attachment, container);
+                    let added = attachment.invocation("ADD", None).run();
                     match added.json.as_ref().filter(|_| added.status == Some(0)) {
                         Some(result) => configure(container, "eth0", result),
                         None => {
                             refused.fetch_add(1, Ordering::Relaxed);
-                            detach(lan, container);
+                            detach(&attachment, container);
                         }
                     }
                 }
                 // Every third container has no lease in the end.
                 if number % 3 == 0 {
-                    detach(lan, container);
+                    detach(&attachment, container);
                 }
                 living.fetch_sub(1, Ordering::Relaxed);
             });
@@ -87,15 +133,17 @@ fn leases_survive_a_daemon_that_is_killed_again_and_again() {
         }
     });
     let refused = refused.into_inner();
-    figure(&format!("dhcp: {cycles} ADDs and DELs, {kills} daemons killed, {refused} ADDs failed; CNI_SEED={seed}"));
+    figure(&format!(
+        "dhcp, {protocol:?}: {cycles} ADDs and DELs, {kills} daemons killed, {refused} ADDs failed; CNI_SEED={seed}"
+    ));
     let mut held: Vec<String> = containers.iter().flat_map(|container| container.addresses("eth0")).collect();
-    held.iter_mut().for_each(|address| *address = address.trim_end_matches("/24").to_owned());
+    held.iter_mut().for_each(|address| *address = without_prefix(address));
     held.sort();
     until("the server has leased what containers have", || lan.leased() == held);
-    assert_eq!(recorded(&lan), held);
-    containers.iter().for_each(|container| detach(&lan, container));
+    assert_eq!(recorded(lan), held);
+    containers.iter().for_each(|container| detach(&protocol.attachment(lan, container), container));
     until("the server has all addresses back", || lan.leased().is_empty());
-    assert_eq!(recorded(&lan), [""; 0]);
+    assert_eq!(recorded(lan), [""; 0]);
 }
 
 /// The plugin's calls in its ADD and its DEL, at the least: the release build makes 21.
@@ -103,8 +151,8 @@ const FLOOR: usize = 15;
 
 /// One trial: the plugin is hit at a call, and then DEL succeeds and leaves no lease. Returns the
 /// calls that the plugin made, and whether it came to the point.
-fn attempt(lan: &Lan, container: &Container, verb: &str, plan: &Plan) -> (Vec<Hit>, bool) {
-    let attachment = lan.attachment(container);
+fn attempt((protocol, lan): (Protocol, &Lan), container: &Container, verb: &str, plan: &Plan) -> (Vec<Hit>, bool) {
+    let attachment = protocol.attachment(lan, container);
     if verb == "DEL" {
         configure(container, "eth0", &attachment.add().success());
     }
@@ -129,46 +177,72 @@ fn attempt(lan: &Lan, container: &Container, verb: &str, plan: &Plan) -> (Vec<Hi
 }
 
 /// Tries a share of the plugin's calls, all of them in a soak run.
-fn sweep(verb: &str, acts: &[Act]) {
+fn sweep(protocol: Protocol, verb: &str, acts: &[Act]) {
     require!(trace::supported());
     require!(probe::dnsmasq().map(drop));
-    let lan = Lan::new(100, &[]);
+    let lan = if protocol == Protocol::V4 { Lan::new(100, &[]) } else { Lan::dual(&[]) };
     let _daemon = lan.daemon();
     let container = lan.container(&["eth0"]);
     let plan = |at, act| Plan { victim: "dhcp".to_owned(), at, act };
     let (mut dice, mut tried, mut all_points) = (Dice::new(seed()), 0, 0);
     for act in acts {
         // Each act has points of its own, because calls that cannot fail are not counted.
-        let (all, _) = attempt(&lan, &container, verb, &plan(u64::MAX, *act));
+        let (all, _) = attempt((protocol, &lan), &container, verb, &plan(u64::MAX, *act));
         assert!(all.len() >= FLOOR, "only {} calls", all.len());
         let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| !hit.starting).map(|(at, _)| at).collect();
         all_points += points.len();
-        let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(12)).max(1) };
+        let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(protocol.share(12) as u64)).max(1) };
         let first = dice.below(step) as usize;
         for at in points.iter().skip(first).step_by(step as usize) {
-            tried += usize::from(attempt(&lan, &container, verb, &plan(*at, *act)).1);
+            tried += usize::from(attempt((protocol, &lan), &container, verb, &plan(*at, *act)).1);
         }
     }
-    figure(&format!("{acts:?} of dhcp in {verb}: tried {tried} of {all_points} points, seed {}", seed()));
+    figure(&format!(
+        "{acts:?} of dhcp, {protocol:?}, in {verb}: tried {tried} of {all_points} points, seed {}",
+        seed()
+    ));
     assert!(tried >= acts.len(), "only {tried} points were tried");
 }
 
+const KILL: [Act; 1] = [Act::Signal(Signal::SIGKILL)];
+const FAIL: [Act; 3] = [Act::Fail(Errno::EPERM), Act::Fail(Errno::ENOMEM), Act::Signal(Signal::SIGTERM)];
+
 #[test]
 fn a_killed_add_leaves_no_lease_after_its_del() {
-    sweep("ADD", &[Act::Signal(Signal::SIGKILL)]);
+    sweep(Protocol::V4, "ADD", &KILL);
 }
 
 #[test]
 fn a_killed_del_leaves_no_lease_after_the_next() {
-    sweep("DEL", &[Act::Signal(Signal::SIGKILL)]);
+    sweep(Protocol::V4, "DEL", &KILL);
 }
 
 #[test]
 fn errors_during_add_leave_no_lease_after_its_del() {
-    sweep("ADD", &[Act::Fail(Errno::EPERM), Act::Fail(Errno::ENOMEM), Act::Signal(Signal::SIGTERM)]);
+    sweep(Protocol::V4, "ADD", &FAIL);
 }
 
 #[test]
 fn errors_during_del_leave_no_lease_after_the_next() {
-    sweep("DEL", &[Act::Fail(Errno::EPERM), Act::Fail(Errno::ENOMEM), Act::Signal(Signal::SIGTERM)]);
+    sweep(Protocol::V4, "DEL", &FAIL);
+}
+
+#[test]
+fn a_killed_ipv6_add_leaves_no_lease_after_its_del() {
+    sweep(Protocol::V6, "ADD", &KILL);
+}
+
+#[test]
+fn a_killed_ipv6_del_leaves_no_lease_after_the_next() {
+    sweep(Protocol::V6, "DEL", &KILL);
+}
+
+#[test]
+fn errors_during_an_ipv6_add_leave_no_lease_after_its_del() {
+    sweep(Protocol::V6, "ADD", &FAIL);
+}
+
+#[test]
+fn errors_during_an_ipv6_del_leave_no_lease_after_the_next() {
+    sweep(Protocol::V6, "DEL", &FAIL);
 }

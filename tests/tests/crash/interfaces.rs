@@ -1,5 +1,5 @@
-//! ptp, the plugins that create a link in the container, and flannel, whose delegate here is ptp,
-//! are killed, or fail, at each call of ADD and DEL.
+//! ptp, the plugins that create a link in the container, flannel, whose delegate here is ptp, and
+//! slaac, as the IPAM plugin of macvlan, are killed, or fail, at each call of ADD and DEL.
 //!
 //! A failed ADD leaves nothing. After a killed ADD, and after a killed or failed DEL, the next DEL
 //! leaves nothing; it gets no result.
@@ -11,7 +11,7 @@ use cni_testkit::probe::{self, Probed};
 use cni_testkit::trace::{self, Act, Hit, Plan, Traced};
 use cni_testkit::{Attachment, Container, Node, require, rounds};
 use conformance::measure::{Dice, figure, seed, soak};
-use conformance::{VERSION, ipam, patched, uplink};
+use conformance::{VERSION, ipam, patched, router, uplink};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -20,8 +20,14 @@ use serde_json::{Value, json};
 /// slow.
 const SHARE: u64 = 8;
 
+/// The points of slaac, whose ADD takes two seconds.
+const SHARE_OF_SLAAC: u64 = 4;
+
 /// The minimum number of calls that a plugin makes.
 const FLOOR: u64 = 50;
+
+/// The minimum for slaac, whose DEL has nothing to do.
+const FLOOR_OF_SLAAC: u64 = 20;
 
 fn config(node: &Node, plugin: &str) -> Value {
     let base = json!({"cniVersion": VERSION, "name": "net1", "type": plugin, "master": "eth0",
@@ -35,6 +41,10 @@ fn config(node: &Node, plugin: &str) -> Value {
                 "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
             let file = node.file("subnet.env", env);
             patched(base, json!({"subnetFile": file, "dataDir": stored(node), "delegate": {"type": "ptp"}}))
+        }
+        "slaac" => {
+            let base = patched(base, json!({"type": "macvlan", "ipam": null}));
+            patched(base, json!({"ipam": {"type": "slaac", "timeout": 50}}))
         }
         _ => base,
     }
@@ -86,7 +96,10 @@ fn sweep(plugin: &str, probed: Probed, acts: &[Act], is_meant: impl Fn(&Hit) -> 
     require!(trace::supported());
     require!(probed);
     let node = Node::new();
-    let _outside = uplink(&node, "eth0");
+    let outside = uplink(&node, "eth0");
+    let is_slaac = plugin == "slaac";
+    let _radvd = is_slaac.then(|| router::radvd(&node, &outside, "prefix 2001:db8:1::/64 { };"));
+    let (share, floor) = if is_slaac { (SHARE_OF_SLAAC, FLOOR_OF_SLAAC) } else { (SHARE, FLOOR) };
     let (mut dice, mut tried) = (Dice::new(seed()), 0);
     let mut all_points = 0;
     for verb in ["ADD", "DEL"] {
@@ -101,13 +114,13 @@ fn sweep(plugin: &str, probed: Probed, acts: &[Act], is_meant: impl Fn(&Hit) -> 
             for victim in victims {
                 let all = attempt(&node, plugin, verb, &plan(&victim, u64::MAX)).all;
                 assert!(
-                    victim != plugin || all.len() as u64 >= FLOOR,
+                    victim != plugin || all.len() as u64 >= floor,
                     "{plugin} made only {} calls in {verb}",
                     all.len()
                 );
                 let points: Vec<u64> = (1..).zip(&all).filter(|(_, hit)| is_meant(hit)).map(|(at, _)| at).collect();
                 all_points += points.len();
-                let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(SHARE)).max(1) };
+                let step = if soak().is_some() { 1 } else { (points.len() as u64 / rounds(share)).max(1) };
                 let first = dice.below(step) as usize;
                 for at in points.iter().skip(first).step_by(step as usize) {
                     tried += u64::from(attempt(&node, plugin, verb, &plan(&victim, *at)).hit.is_some());
@@ -154,6 +167,7 @@ for_each_plugin! {
     ipvlan: probe::ipvlan();
     macvlan: Ok(());
     ptp: probe::nft();
+    slaac: probe::radvd().map(drop);
     vlan: probe::vlan_links();
 }
 
