@@ -5,8 +5,8 @@ use conformance::lan::{Lan, Server, until};
 use conformance::{VERSION, patched};
 use serde_json::{Value, json};
 
-/// ADD, CHECK and DEL, as the server and the container have them. `keys`: the interface plugin's and
-/// those of `ipam`. `flags`: the daemon's. `begin`: how the leased address begins.
+/// ADD, CHECK and DEL, as the server and the container have them. `keys`: those of the interface
+/// plugin, and of `ipam`. `flags`: the daemon's. `begin`: how the leased address begins.
 #[track_caller]
 fn leases_for(lan: &Lan, keys: Value, flags: &[&str], begin: &str) {
     let _daemon = lan.daemon_of(&bin_dir(), flags);
@@ -33,7 +33,7 @@ fn tagged(arguments: &[&str]) -> Lan {
     let lan = Lan::silent();
     lan.node.expect_left("lan.7");
     lan.node.ip(&[
-        "link add lan name lan.7 type vlan id 7",
+        "link add link lan name lan.7 type vlan id 7",
         "link set lan.7 up",
         "address add 192.168.2.1/24 dev lan.7",
         "address add 2001:db8:2::1/64 dev lan.7 nodad",
