@@ -3,7 +3,6 @@
 
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
-use std::net::Ipv6Addr;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +10,7 @@ use cni::hash::sha512_hex;
 use cni::result::{AddResult, Route};
 use cni::{Code, Error, Result};
 use cni_dhcp::lease::{Identity, Lease};
+use cni_dhcp::message::v6::with_zone;
 use cni_dhcp::message::{LeaseParameters, RouteChoices};
 use cni_linux::file::replace;
 use serde::{Deserialize, Serialize};
@@ -85,15 +85,6 @@ pub(crate) fn key(container_id: &str, network: &str, ifname: &str) -> String {
 /// attachment has it.
 pub(crate) fn key_v6(key: &str) -> String {
     format!("{key}/ipv6")
-}
-
-/// Returns the address of a name server. A link-local one gets the interface's name as its zone,
-/// without which a resolver cannot reach it.
-pub(crate) fn with_zone(server: &str, ifname: &str) -> String {
-    match server.parse::<Ipv6Addr>() {
-        Ok(address) if address.is_unicast_link_local() => format!("{server}%{ifname}"),
-        _ => server.to_owned(),
-    }
 }
 
 /// The folder of the records.

@@ -6,6 +6,7 @@
 use std::net::Ipv6Addr;
 
 use cni::result::Dns;
+use cni_dhcp::message::v6::{is_reachable, with_zone};
 
 /// The type of the option with recursive name servers (RDNSS).
 const RDNSS: u8 = 25;
@@ -41,7 +42,7 @@ impl Resolvers {
                     let (addresses, rest) = value.as_chunks::<16>();
                     if rest.is_empty() {
                         let servers = addresses.iter().map(|octets| Ipv6Addr::from(*octets));
-                        update(&mut self.servers, servers.filter(is_server), is_valid);
+                        update(&mut self.servers, servers.filter(is_reachable), is_valid);
                     }
                 }
                 DNSSL => update(&mut self.domains, cni_dhcp::message::domains(value).into_iter(), is_valid),
@@ -53,18 +54,10 @@ impl Resolvers {
     /// Adds the servers and domains to those of a result. A link-local server gets the interface's
     /// name as its zone, without which a resolver cannot reach it.
     pub fn add_to(&self, dns: &mut Dns, ifname: &str) {
-        let with_zone = |server: &Ipv6Addr| match server.is_unicast_link_local() {
-            true => format!("{server}%{ifname}"),
-            false => server.to_string(),
-        };
-        update(&mut dns.nameservers, self.servers.iter().map(with_zone), true);
+        let servers = self.servers.iter().map(|server| with_zone(&server.to_string(), ifname));
+        update(&mut dns.nameservers, servers, true);
         update(&mut dns.search, self.domains.iter().cloned(), true);
     }
-}
-
-/// Whether a name server can have this address.
-fn is_server(address: &Ipv6Addr) -> bool {
-    !address.is_unspecified() && !address.is_multicast() && !address.is_loopback()
 }
 
 /// Adds those of `entries` that `list` does not have, or removes all of them if they are not valid.

@@ -8,7 +8,7 @@ use cni::Cidr;
 use cni::result::{AddResult, Dns};
 use cni_dhcp::lease::{Change, Session, Step};
 use cni_dhcp::message::LeaseParameters;
-use cni_dhcp::message::v6::Information;
+use cni_dhcp::message::v6::{Information, with_zone};
 use cni_linux::Family;
 use nix::time::{ClockId, clock_gettime};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -19,7 +19,7 @@ use super::network::Interface;
 use super::{Daemon, log};
 use crate::client::NO_MORE_TRIES;
 use crate::conf::MtuTarget;
-use crate::record::{Record, RecordedLease, with_zone};
+use crate::record::{Record, RecordedLease};
 
 /// The longest time that the task sleeps before it checks whether the interface still exists.
 const LONGEST_SLEEP: Duration = Duration::from_secs(3600);

@@ -306,8 +306,17 @@ fn is_refusal(code: u16) -> bool {
     matches!(code, status::NO_ADDRESSES | status::NO_BINDING | status::NOT_ON_LINK)
 }
 
-/// Whether packets can have this address as their destination.
-fn is_reachable(address: &Ipv6Addr) -> bool {
+/// Returns the address of a name server. A link-local one gets the interface's name as its zone,
+/// without which a resolver cannot reach it.
+pub fn with_zone(server: &str, ifname: &str) -> String {
+    match server.parse::<Ipv6Addr>() {
+        Ok(address) if address.is_unicast_link_local() => format!("{server}%{ifname}"),
+        _ => server.to_owned(),
+    }
+}
+
+/// Whether packets to one host can have this address as their destination.
+pub fn is_reachable(address: &Ipv6Addr) -> bool {
     !(address.is_unspecified() || address.is_multicast() || address.is_loopback())
 }
 
