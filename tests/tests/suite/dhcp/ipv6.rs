@@ -201,6 +201,36 @@ fn stateless_dhcpv6_brings_name_servers_only() {
 }
 
 #[test]
+fn slaac_follows_a_stateless_dhcp_in_the_list() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::silent();
+    lan.node.ip(&["address add 2001:db8:1::1/64 dev lan nodad"]);
+    lan.serve(10, &[&DNS[..], &["--enable-ra", "--dhcp-range=2001:db8:1::,ra-stateless"]].concat());
+    let _daemon = lan.daemon();
+    let container = lan.node.container();
+    let ipam = json!({"type": "dhcp", "daemonSocketPath": lan.socket(), "ipv6": "stateless"});
+    let first = json!({"cniVersion": VERSION, "name": "net1", "type": "bridge", "bridge": "lan", "ipam": ipam});
+    let first = Attachment::new(&lan.node, &container, first);
+    let prev = first.add().success();
+    let dns = json!({"nameservers": ["2001:db8:1::53"], "search": ["lan.example"]});
+    assert_eq!(prev["dns"], dns, "before slaac");
+    let second = json!({"cniVersion": VERSION, "name": "net1", "type": "slaac", "timeout": 50});
+    let second = Attachment::new(&lan.node, &container, second);
+    let result = second.add_after(&prev).success();
+    let addresses = conformance::addresses(&result);
+    assert_eq!(addresses[0], "192.168.1.5/24");
+    assert!(addresses[1].starts_with("2001:db8:1:") && addresses.len() == 2, "{result}");
+    assert_eq!(result["dns"], dns);
+    for attachment in [&first, &second] {
+        attachment.check(&result).success();
+    }
+    for attachment in [&second, &first] {
+        attachment.del_with(&result).success();
+    }
+    until("the server has the address back", || lan.leased().is_empty());
+}
+
+#[test]
 fn an_address_of_another_host_is_declined() {
     require!(probe::kea6().map(drop));
     let lan = Lan::kea6();
