@@ -6,6 +6,8 @@
 //!
 //! The *alias* of an attachment is `cni:NETWORK/CONTAINER/IFNAME`.
 
+use std::collections::BTreeMap;
+
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
@@ -32,6 +34,8 @@ pub enum Purpose {
     SpoofCheck,
     /// Packets from and to the container pass the node's filter.
     Forward,
+    /// Connections of the container to denied destinations are dropped.
+    Egress,
 }
 
 impl std::fmt::Display for Purpose {
@@ -41,6 +45,7 @@ impl std::fmt::Display for Purpose {
             Purpose::PortMap => "portmap",
             Purpose::SpoofCheck => "macspoofchk",
             Purpose::Forward => "firewall",
+            Purpose::Egress => "egress",
         })
     }
 }
@@ -191,17 +196,48 @@ fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<Contai
 fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     list_nft_masquerade(nft, rules)?;
     list_nft_portmap(nft, rules)?;
-    for owners in forward::nftables::list_owners(nft)? {
+    let records = forward::nftables::list_records(nft)?;
+    for owners in &records.owners {
         for record in owners.records(nft)? {
             let place = format!("nft {}", owners.table());
             rules.extend(forward_entry(place, &record.owned));
         }
+    }
+    if records.has_egress {
+        list_egress(nft, rules)?;
     }
     // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.
     for owned in forward::sources::list(nft)? {
         rules.extend(forward_entry("firewalld".to_owned(), &owned));
     }
     list_spoof(nft, rules)
+}
+
+/// Adds to `rules` an entry for each container address whose connections are checked by the egress
+/// rules of its network.
+fn list_egress(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
+    let mut dropped_by_chain = BTreeMap::new();
+    for owned in forward::egress::list(nft)? {
+        let chain = forward::egress::network_chain(&owned.owner);
+        let dropped = match dropped_by_chain.get(&chain) {
+            Some(dropped) => *dropped,
+            None => forward::egress::count_dropped(nft, &chain)?,
+        };
+        dropped_by_chain.insert(chain.clone(), dropped);
+        let evidence = Evidence::Name(owned.owner.clone(), forward::owner::name);
+        let Some(owner) = RuleOwner::from_alias(&owned.owner, evidence) else { continue };
+        rules.push(ContainerRule {
+            purpose: Purpose::Egress,
+            place: format!("nft {} {chain}", forward::egress::TABLE),
+            owner,
+            text: format!(
+                "connections of {} are checked by the rules of its network, which dropped {dropped} packets",
+                owned.address
+            ),
+            removal: None,
+        });
+    }
+    Ok(())
 }
 
 /// Returns the entry for a rule of nf_tables, with the `nft` command that removes it.
@@ -374,13 +410,15 @@ mod tests {
                 addresses: vec!["10.1.0.2".parse().unwrap()],
                 ingress: forward::Ingress::SameBridge("br0".into()),
                 accepts_redirected: false,
+                egress: Some(forward::Egress { deny: vec!["10.9.0.0/16".parse().unwrap()], ..Default::default() }),
                 iptables_admin_chain: forward::ADMIN.into(),
                 nftables_admin_chain: None,
             };
             let forward = crate::Forward::new(&machine, Notes::silent());
             forward.ensure(&rules, Backend::Nftables, &mut forward::Written::default()).unwrap();
+            forward.ensure_egress(&rules, &mut false).unwrap();
             let found = list_container_rules(&machine, &Notes::silent()).unwrap();
-            assert_eq!(found.len(), 3, "{found:#?}");
+            assert_eq!(found.len(), 4, "{found:#?}");
             for entry in &found {
                 assert!(entry.owner.matches(&mine) && !entry.owner.matches(&other), "{entry:?}");
                 assert_eq!(entry.owner.container.as_deref(), Some("c1"));
@@ -388,6 +426,8 @@ mod tests {
                 assert_eq!(entry.owner.network.as_deref(), Some("net"));
             }
             assert_eq!(found[2].text, "packets of 10.1.0.2 are accepted; br0 has ingressPolicy same-bridge");
+            let checked = "connections of 10.1.0.2 are checked by the rules of its network, which dropped 0 packets";
+            assert_eq!(found[3].text, checked);
             assert!(found[0].text.contains("10.1.0.2"), "{}", found[0].text);
         });
     }

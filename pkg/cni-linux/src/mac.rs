@@ -56,7 +56,7 @@ impl Mac {
 
     /// Returns the IPv6 link-local address that the kernel derives from this address: fe80::/64,
     /// and the address with ff:fe in the middle and an inverted bit (RFC 4291, appendix A).
-    pub(crate) fn link_local(self) -> Ipv6Addr {
+    pub fn link_local(self) -> Ipv6Addr {
         let [a, b, c, d, e, f] = self.0;
         Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ LOCALLY_ADMINISTERED, b, c, 0xff, 0xfe, d, e, f])
     }

@@ -118,7 +118,8 @@ impl Masquerading {
         }
         let mut exclude = Vec::with_capacity(keys.exclude.len());
         for text in &keys.exclude {
-            let prefix = excluded_prefix(text)?;
+            let whole_family = "set \"ipv4\" or \"ipv6\" of ipMasq to false to exclude a whole family";
+            let prefix = prefix(text, "ipMasq.exclude", whole_family)?;
             if !exclude.contains(&prefix) {
                 exclude.push(prefix);
             }
@@ -135,18 +136,19 @@ impl Masquerading {
     }
 }
 
-/// Parses a prefix of `ipMasq.exclude`.
+/// Parses a prefix in the list `key`. `whole_family` is the end of the error for the length 0: what
+/// to configure instead.
 ///
 /// # Errors
 /// Code 7 if it is not a prefix, has host bits, or is a whole address family.
-fn excluded_prefix(text: &str) -> Result<Cidr> {
-    let invalid = |why: &str| Error::config(format!("invalid prefix {text:?} in ipMasq.exclude: {why}"));
+pub fn prefix(text: &str, key: &str, whole_family: &str) -> Result<Cidr> {
+    let invalid = |why: &str| Error::config(format!("invalid prefix {text:?} in {key}: {why}"));
     let prefix: Cidr = text.parse().map_err(|_| invalid("it must be an address with a length, such as 10.0.0.0/8"))?;
     if prefix.network() != prefix {
         return Err(invalid(&format!("it has host bits; the network is {}", prefix.network())));
     }
     if prefix.prefix() == 0 {
-        return Err(invalid("set \"ipv4\" or \"ipv6\" of ipMasq to false to exclude a whole family"));
+        return Err(invalid(whole_family));
     }
     Ok(prefix)
 }

@@ -156,7 +156,9 @@ const FIREWALL_NFT: [&str; 4] = ["cni_forward", "cni_owners", "cni_isolation_1",
 /// Whether a chain of the plugin firewall is shared by all containers.
 fn is_firewalls_shared_chain(chain: &Value) -> bool {
     let name = chain["name"].as_str().unwrap_or_default();
-    chain["table"] == "cni_firewall" || FIREWALL.contains(&name) || FIREWALL_NFT.contains(&name)
+    // The chain of a network with egress rules has a hash in its name.
+    let is_of_network = name.strip_prefix("cni_egress_").is_some_and(|end| end != "owners");
+    (chain["table"] == "cni_firewall" && !is_of_network) || FIREWALL.contains(&name) || FIREWALL_NFT.contains(&name)
 }
 
 /// Whether a rule leads to a chain of the plugin firewall that all containers share, or ends one.
@@ -164,7 +166,15 @@ fn is_firewalls_shared_rule(rule: &Value) -> bool {
     let (chain, exprs) = (rule["chain"].as_str().unwrap_or_default(), rule["expr"].to_string());
     let leads = FIREWALL.iter().chain(&FIREWALL_NFT).any(|to| exprs.contains(&format!("\"target\":\"{to}\"")));
     let of_bridge = exprs.contains("ifname");
-    (leads && !of_bridge) || chain == "cni_forward" || (FIREWALL.contains(&chain) && exprs.contains("\"return\""))
+    let of_egress = match chain {
+        "egress_forward" | "egress_input" => true,
+        "cni_egress" => exprs.contains("\"return\""),
+        _ => false,
+    };
+    (leads && !of_bridge)
+        || of_egress
+        || chain == "cni_forward"
+        || (FIREWALL.contains(&chain) && exprs.contains("\"return\""))
 }
 
 /// Returns the rules of containers in legacy iptables. Its tables exist only if it has been used.

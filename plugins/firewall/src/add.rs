@@ -11,7 +11,7 @@ use cni_linux::sysctl;
 
 use crate::conf::{BackendChoice, Conf, Policy};
 use crate::firewalld::{AddedSources, Zone};
-use crate::{NO_PREV_RESULT, choose_backend, forward, required_rules, zone};
+use crate::{NO_PREV_RESULT, choose_backend, explain_egress, forward, required_rules, zone};
 
 /// Writes the rules for the addresses in `prevResult`, and pushes the undo onto `rollback`. Returns
 /// `prevResult`.
@@ -23,15 +23,20 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, rollback: &mut Rollback<'a>) -> Result
         return Ok(result);
     }
     let choice = choose_backend(call, &conf)?;
-    match choice {
+    let replaced = match choice {
         BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, rollback)?,
         BackendChoice::Firewalld => {
             // firewalld cannot isolate bridges, so rules of the backend nftables isolate them.
             if conf.policy != Policy::Open {
                 write_rules(call, &conf, &rules, Backend::Nftables, rollback)?;
             }
-            add_to_zone(zone(call, &conf.zone), rules, rollback)?;
+            add_to_zone(zone(call, &conf.zone), &rules, rollback)?
         }
+    };
+    // After the records of the backend: they show a later ADD without the key, even after a DEL by
+    // Go, that there may be egress rules for its addresses.
+    if rules.egress.is_some() || replaced {
+        write_egress(call, rules, rollback)?;
     }
     note_dropping_chains(call, &conf, choice);
     note_inactive_isolation(call, &conf);
@@ -39,32 +44,48 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, rollback: &mut Rollback<'a>) -> Result
 }
 
 /// Writes the attachment's rules. Pushes their removal onto `rollback` if some may have been
-/// written, even on an error.
+/// written, even on an error. Returns whether there were [earlier records](Written::replaced).
 fn write_rules<'a>(
     call: &'a Call<'_>,
     conf: &Conf,
     rules: &ForwardRules,
     backend: Backend,
     rollback: &mut Rollback<'a>,
-) -> Result<()> {
+) -> Result<bool> {
     let mut written = Written::default();
     let outcome = forward(call).ensure(rules, backend, &mut written);
+    let replaced = written.replaced;
     if written.changed {
         let attachment = rules.attachment.clone();
         rollback.push("remove the rules", move || forward(call).undo(&attachment, &written));
     }
-    outcome.map_err(|error| explain_failure(call, error, conf, backend))
+    outcome.map_err(|error| explain_failure(call, error, conf, backend))?;
+    Ok(replaced)
+}
+
+/// Writes the egress rules, or removes those of an earlier ADD. Pushes their removal onto
+/// `rollback` if some may have been written, even on an error.
+fn write_egress<'a>(call: &'a Call<'_>, rules: ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
+    let mut changed = false;
+    let outcome = forward(call).ensure_egress(&rules, &mut changed);
+    if changed {
+        rollback.push("remove the egress rules", move || forward(call).purge_egress(&rules.attachment));
+    }
+    outcome.map_err(explain_egress)
 }
 
 /// Adds the addresses to the zone. Pushes their removal onto `rollback` if some may have been
-/// added, even on an error.
-fn add_to_zone<'a>(zone: Zone<'a>, rules: ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
+/// added, even on an error. Returns whether there were [earlier records](AddedSources::replaced).
+fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback<'a>) -> Result<bool> {
     let mut added = AddedSources::default();
-    let outcome = zone.add(&rules.attachment, &rules.addresses, &mut added);
+    let (attachment, addresses) = (rules.attachment.clone(), rules.addresses.clone());
+    let outcome = zone.add(&attachment, &addresses, &mut added);
+    let replaced = added.replaced;
     if added.changed {
-        rollback.push("remove the sources", move || zone.undo(&rules.attachment, &rules.addresses, &added));
+        rollback.push("remove the sources", move || zone.undo(&attachment, &addresses, &added));
     }
-    outcome
+    outcome?;
+    Ok(replaced)
 }
 
 /// Converts the error of a failure to write rules. The code is 7 if the configured nftables chain

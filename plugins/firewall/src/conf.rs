@@ -6,10 +6,11 @@
 
 use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
-use cni::{Error, Result};
+use cni::{Code, Error, Result};
 use cni_firewall::Backend;
-use cni_firewall::forward::{ADMIN, EntryChain, Ingress};
+use cni_firewall::forward::{ADMIN, Egress, EgressDefault, EntryChain, Ingress};
 use cni_firewall::iptables::check_conditions;
+use cni_plugin::keys;
 use serde::Deserialize;
 
 /// firewalld's predefined zone for trusted sources, used if the configuration names none.
@@ -23,6 +24,8 @@ pub(crate) struct Conf {
     pub(crate) policy: Policy,
     /// Whether connections to host ports of the container are accepted.
     pub(crate) accept_mapped_ports: bool,
+    /// The destinations to which containers may open connections; `None` for all.
+    pub(crate) egress: Option<Egress>,
     /// The chain for the administrator's rules in iptables.
     pub(crate) iptables_admin_chain: String,
     /// The administrator's chain in nftables that leads to the rules (`nftablesChain`). `None` if
@@ -72,6 +75,7 @@ struct RawConf {
     backend: String,
     ingress_policy: String,
     accept_mapped_ports: bool,
+    egress: Option<Json>,
     iptables_admin_chain_name: String,
     nftables_chain: String,
     firewalld_zone: String,
@@ -129,6 +133,7 @@ impl Conf {
             other => return Err(Error::config(format!("unknown ingress policy: {other:?}"))),
         };
         let (backend, zone) = (raw.backend_choice(), raw.zone());
+        let egress = raw.egress.as_ref().map(egress).transpose()?;
         let iptables_admin_chain =
             if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
         if !is_iptables_chain_name(&iptables_admin_chain) {
@@ -158,11 +163,58 @@ impl Conf {
             backend,
             policy,
             accept_mapped_ports: raw.accept_mapped_ports,
+            egress,
             iptables_admin_chain,
             nftables_admin_chain,
             zone,
         })
     }
+}
+
+/// The keys of `egress`.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct EgressKeys {
+    allow: Vec<String>,
+    deny: Vec<String>,
+    default: String,
+}
+
+/// The largest number of prefixes of one list of `egress`: a packet that opens a connection is
+/// compared with each of them.
+const PREFIXES_MAX: usize = 64;
+
+/// Parses `egress`.
+///
+/// # Errors
+/// - Code 6 for a wrong type.
+/// - Code 7 for an unknown key, an invalid or too long list, an unknown `default`, and for rules
+///   that deny nothing.
+fn egress(json: &Json) -> Result<Egress> {
+    let wrong_type = |error| Error::caused(Code::DECODE, "failed to load netconf: egress", error);
+    let keys: EgressKeys = json.decode().map_err(wrong_type)?;
+    if let Some(unknown) = json.unknown_keys::<EgressKeys>().first() {
+        return Err(Error::config(format!("unknown key {:?} in egress", unknown.path)));
+    }
+    let default = match keys.default.as_str() {
+        "" | "allow" => EgressDefault::Allow,
+        "deny" => EgressDefault::Deny,
+        other => return Err(Error::config(format!("egress.default: {other:?} is neither \"allow\" nor \"deny\""))),
+    };
+    if default == EgressDefault::Allow && keys.deny.is_empty() {
+        return Err(Error::config(
+            "egress denies nothing: list destinations in \"deny\", or set \"default\" to \"deny\"",
+        ));
+    }
+    let prefixes = |name: &str, texts: &[String]| {
+        if texts.len() > PREFIXES_MAX {
+            return Err(Error::config(format!("{name} has more than {PREFIXES_MAX} prefixes")));
+        }
+        let whole_family = "set \"default\" of egress to decide about all other destinations";
+        texts.iter().map(|text| keys::prefix(text, name, whole_family)).collect()
+    };
+    let (allow, deny) = (prefixes("egress.allow", &keys.allow)?, prefixes("egress.deny", &keys.deny)?);
+    Ok(Egress { allow, deny, default, link_local: Vec::new() })
 }
 
 /// The longest name, in bytes, that iptables accepts for a chain.

@@ -113,6 +113,9 @@ pub(crate) struct AddedSources {
     /// Whether addresses may have been added or recorded. If so, the caller owes an
     /// [`undo`](Zone::undo) if its ADD fails.
     pub(crate) changed: bool,
+    /// Whether the attachment, or one without a DEL that had one of the addresses, was recorded
+    /// before.
+    pub(crate) replaced: bool,
     /// The addresses that already were sources of a zone, without a record: the administrator, or
     /// the Go plugin, has added them.
     foreign: Vec<IpAddr>,
@@ -150,7 +153,7 @@ impl<'m> Zone<'m> {
         match sources::record(attachment, &[addresses, &stale].concat()) {
             // Without nf_tables there are no records: DEL then needs prevResult, as with Go.
             Err(error) if error.is_unsupported() => {}
-            result => result?,
+            result => added.replaced = result?,
         }
         for address in addresses {
             let Err(failure) = firewalld.call(Method::Add, &self.name, *address) else { continue };
@@ -170,7 +173,8 @@ impl<'m> Zone<'m> {
         for address in stale.iter().filter(|address| !recorded.others.contains(address)) {
             self.remove(&*firewalld, *address, ZoneSelection::Any)?;
         }
-        Ok(sources::record(attachment, addresses)?)
+        sources::record(attachment, addresses)?;
+        Ok(())
     }
 
     /// Removes from firewalld the recorded addresses of the selected attachments, and `addresses`,

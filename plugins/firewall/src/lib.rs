@@ -24,9 +24,9 @@ use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
 use cni_firewall::forward::sources;
-use cni_firewall::forward::{self, Forward, ForwardRules, Ingress};
+use cni_firewall::forward::{self, Egress, Forward, ForwardRules, Ingress};
 use cni_firewall::{AttachmentFilter, Backend, nft_usable};
-use cni_linux::Netlink;
+use cni_linux::{LinkKind, Mac, Netlink};
 
 use conf::{BackendChoice, CleanupConf, Conf, Policy};
 use firewalld::Zone;
@@ -68,7 +68,9 @@ impl Plugin for Firewall {
         let conf = Conf::new(&call.conf)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_PREV_RESULT))?;
         let rules = required_rules(call, &conf, &prev)?;
-        match find_missing(call, &conf, &rules)?.as_slice() {
+        let mut missing = find_missing(call, &conf, &rules)?;
+        missing.extend(forward(call).check_egress(&rules)?);
+        match missing.as_slice() {
             [] => Ok(()),
             missing => Err(Error::new(Code::CHECK_FAILED, missing.join("; "))),
         }
@@ -111,6 +113,9 @@ impl Plugin for Firewall {
     /// Fails with code 50 if the backend that ADD would use does not work here.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
+        if conf.egress.is_some() {
+            forward(call).probe_egress().map_err(|error| not_available(explain_egress(error)))?;
+        }
         let backend = match choose_backend(call, &conf).map_err(not_available)? {
             BackendChoice::Rules(backend) => backend,
             BackendChoice::Firewalld => return zone(call, &conf.zone).probe().map_err(not_available),
@@ -200,16 +205,57 @@ fn addresses(prev: &AddResult) -> Vec<IpAddr> {
 /// Returns the rules that the attachment needs.
 ///
 /// # Errors
-/// Those of [`ingress`].
+/// Those of [`ingress`] and [`required_egress`].
 fn required_rules(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<ForwardRules> {
     Ok(ForwardRules {
         attachment: call.attachment(),
         addresses: addresses(prev),
         ingress: ingress(conf.policy, prev)?,
+        egress: conf.egress.as_ref().map(|egress| required_egress(egress, prev)).transpose()?,
         accepts_redirected: conf.accept_mapped_ports,
         iptables_admin_chain: conf.iptables_admin_chain.clone(),
         nftables_admin_chain: conf.nftables_admin_chain.clone(),
     })
+}
+
+/// Returns the egress rules with the link-local addresses that the kernel gives to the container's
+/// interfaces.
+///
+/// # Errors
+/// - Code 7 if `prev` names no bridge and no veth on the host: then the packets of the container do
+///   not pass the host's rules, which would drop nothing. Also if it has no address.
+/// - Code 100 if the kernel cannot list its interfaces.
+fn required_egress(egress: &Egress, prev: &AddResult) -> Result<Egress> {
+    let refused = |why: &str| Err(Error::config(format!("\"egress\" would have no effect: {why}")));
+    if prev.ips.is_empty() {
+        return refused("prevResult has no address");
+    }
+    let netlink = Netlink::open()?;
+    let mut passes_host = false;
+    for interface in prev.interfaces.iter().filter(|interface| interface.sandbox.is_empty()) {
+        let link = netlink.find_link(&interface.name)?;
+        passes_host |= link.is_some_and(|link| link.is_bridge() || link.kind == LinkKind::Veth);
+    }
+    if !passes_host {
+        return refused(
+            "prevResult names no bridge and no veth of the host, so the packets of the container do not pass the \
+             host's rules, as behind macvlan, ipvlan, vlan and host-device",
+        );
+    }
+    let inside = prev.interfaces.iter().filter(|interface| !interface.sandbox.is_empty());
+    let macs = inside.filter_map(|interface| interface.mac.parse::<Mac>().ok());
+    Ok(Egress { link_local: macs.map(Mac::link_local).collect(), ..egress.clone() })
+}
+
+/// Converts the error of a failure to write egress rules. The code is 2 if the kernel lacks
+/// nf_tables; the text then reports that.
+fn explain_egress(error: cni_linux::Error) -> Error {
+    if error.is_unsupported() {
+        return Error::from(error)
+            .context("\"egress\" needs nf_tables, with every backend")
+            .with_code(Code::UNSUPPORTED_FIELD);
+    }
+    error.into()
 }
 
 /// Returns the policy with the bridge to isolate: the first interface on the host that `prev`

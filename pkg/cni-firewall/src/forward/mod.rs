@@ -25,12 +25,14 @@ use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
+pub(super) mod egress;
 mod entry_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
 pub mod sources;
 
+pub use egress::{Egress, EgressDefault};
 pub use entry_chain::EntryChain;
 pub use iptables::ADMIN;
 pub use owner::Ingress;
@@ -47,6 +49,8 @@ pub struct ForwardRules {
     pub ingress: Ingress,
     /// Whether new connections are accepted that were redirected to the container (DNAT).
     pub accepts_redirected: bool,
+    /// The destinations to which the container may open connections; `None` for all.
+    pub egress: Option<Egress>,
     /// iptables: the chain for the administrator's rules.
     pub iptables_admin_chain: String,
     /// nftables: the administrator's chain that jumps to the rules, which are in the same table.
@@ -87,6 +91,9 @@ pub struct Written {
     /// Whether rules of the attachment may have been written. If so, the caller owes an
     /// [`undo`](Forward::undo) if its ADD fails.
     pub changed: bool,
+    /// Whether the attachment, or one without a DEL that had one of its addresses, was recorded
+    /// before. If so, there may be egress rules that do not belong to the attachment any more.
+    pub replaced: bool,
     /// Addresses that iptables already accepted although no record names them: rules of another
     /// attachment, written by the Go plugin.
     accepted_for_others: Vec<IpAddr>,
@@ -126,7 +133,7 @@ impl<'m> Forward<'m> {
                 &owner::name(&rules.attachment),
                 &rules.owned_addresses(),
                 rules.nftables_admin_chain.as_ref(),
-                &mut written.changed,
+                written,
             ),
         }
     }
@@ -135,13 +142,51 @@ impl<'m> Forward<'m> {
     /// rules are replaced.
     fn ensure_in_iptables(&self, rules: &ForwardRules, written: &mut Written) -> Result<()> {
         let owner = owner::name(&rules.attachment);
-        let Written { changed, accepted_for_others } = written;
+        let mut changed = false;
         let plan = |filter: &mut Chains<'_>| {
             let addresses = rules.of_family(filter.family());
-            let admin_chain = &rules.iptables_admin_chain;
-            iptables::ensure(filter, &owner, &addresses, admin_chain, accepted_for_others)
+            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, written)
         };
-        self.store.ensure_in_iptables(rules.families(), plan, changed)
+        let result = self.store.ensure_in_iptables(rules.families(), plan, &mut changed);
+        written.changed |= changed;
+        result
+    }
+
+    /// Writes the egress rules of `rules`, or removes those of the attachment if it has none. Also
+    /// removes the egress rules of attachments without a DEL that had one of the addresses. Sets
+    /// `changed` to true if rules of the attachment may have been written, even on an error; the
+    /// caller then owes a [`purge_egress`](Forward::purge_egress) if its ADD fails.
+    ///
+    /// # Errors
+    /// If the rules cannot be read or written.
+    pub fn ensure_egress(&self, rules: &ForwardRules, changed: &mut bool) -> Result<()> {
+        let owner = owner::name(&rules.attachment);
+        egress::ensure(&mut Nft::open()?, &owner, &rules.addresses, rules.egress.as_ref(), changed)
+    }
+
+    /// Removes the attachment's egress rules.
+    ///
+    /// # Errors
+    /// If the rules cannot be read or removed.
+    pub fn purge_egress(&self, attachment: &AttachmentId) -> Result<()> {
+        egress::ensure(&mut Nft::open()?, &owner::name(attachment), &[], None, &mut false)
+    }
+
+    /// Returns a sentence for each egress rule that is missing; empty if none.
+    ///
+    /// # Errors
+    /// If rules cannot be read.
+    pub fn check_egress(&self, rules: &ForwardRules) -> Result<Vec<String>> {
+        let Some(egress) = &rules.egress else { return Ok(Vec::new()) };
+        egress::check(&mut Nft::open()?, &owner::name(&rules.attachment), &rules.addresses, egress)
+    }
+
+    /// Checks that [`ensure_egress`](Forward::ensure_egress) can work here.
+    ///
+    /// # Errors
+    /// The reason why it cannot work.
+    pub fn probe_egress(&self) -> Result<()> {
+        egress::probe()
     }
 
     /// Removes the rules of the selected attachments from both backends. Rules of the Go plugin are

@@ -28,13 +28,14 @@
 //! `cni_forward` in place of `forward`. The chain with this jump is the [`EntryChain`].
 
 mod check;
-mod owners;
+mod records;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::entry_chain::EntryChain;
 use super::owner::{self, Ingress, OwnedAddress};
+use super::{Written, egress};
 use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
@@ -44,8 +45,9 @@ use crate::owner::AttachmentFilter;
 use cni_linux::error::{Cause, Error, Result};
 
 pub(super) use check::check;
-use owners::{OwnersChain, Record};
-pub(crate) use owners::{list_owners, read_owner_rule};
+pub(super) use records::owner_rule;
+use records::{OwnersChain, Record};
+pub(crate) use records::{list_records, read_owner_rule};
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
 pub(super) const OWN_TABLE: &str = "cni_firewall";
@@ -65,7 +67,7 @@ pub(super) const STAGE_2: &str = "cni_isolation_2";
 const JUMP_COMMENT: &str = "CNI firewall plugin rules";
 pub(super) const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
 /// One address of each family, where only the family is of interest.
-const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
+pub(super) const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
 /// Returns the addresses grouped by the entry chain that leads to their rules: `admin_chain`, if it
 /// is configured and sees packets of the address's family, else `own`. No group is empty.
@@ -107,7 +109,7 @@ fn elements(owned: &OwnedAddress) -> Vec<(&'static str, IpAddr)> {
 
 /// Returns the expressions that match the address's family, as `nft` writes them before an address
 /// in a table that sees both families. Empty in a table of one family.
-fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
+pub(super) fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     match table.family {
         // Both numbers fit into the byte.
@@ -117,7 +119,7 @@ fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
 }
 
 /// Returns the expression that jumps to a chain.
-fn jump(chain: &str) -> Expr {
+pub(super) fn jump(chain: &str) -> Expr {
     Expr::Verdict(Verdict::Jump(chain.to_owned()))
 }
 
@@ -182,21 +184,6 @@ fn isolation_rules(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> 
     Ok(rules)
 }
 
-/// Returns the rule without a verdict that records the owner and the policy of an address. The
-/// address as the destination too means that redirected connections are accepted.
-pub(super) fn owner_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule> {
-    let mut exprs = [match_family(table, owned.address), saddr(owned.address)].concat();
-    if owned.accepts_redirected {
-        exprs.extend(daddr(owned.address));
-    }
-    if let Some(bridge) = owned.ingress.bridge() {
-        let to_bridge = require_match(oifname(bridge), bridge)?;
-        exprs.extend(require_match(iifname(bridge), bridge)?);
-        exprs.extend(if matches!(owned.ingress, Ingress::Isolated(_)) { to_bridge } else { not(to_bridge) });
-    }
-    Ok(Rule::new(exprs).with_comment(owned.owner.clone()))
-}
-
 /// Fails with ENOENT if an administrator's chain is configured but does not exist.
 fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     let Some(chain) = admin_chain else { return Ok(()) };
@@ -209,8 +196,8 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
 }
 
 /// Makes `addresses` the only addresses of the attachment `owner`, in one transaction. Removes the
-/// [outdated records](owner::outdated_records) of `addresses`. Sets `changed` to true if an address
-/// may have been recorded, even on an error.
+/// [outdated records](owner::outdated_records) of `addresses`. Sets `written.changed` to true if an
+/// address may have been recorded, and `written.replaced`, even on an error.
 ///
 /// # Errors
 /// - ENOENT: the chain `admin_chain` does not exist.
@@ -220,14 +207,14 @@ pub(super) fn ensure(
     owner: &str,
     addresses: &[OwnedAddress],
     admin_chain: Option<&EntryChain>,
-    changed: &mut bool,
+    written: &mut Written,
 ) -> Result<()> {
     let own_chain = EntryChain::own();
     let groups = by_entry_chain(addresses, admin_chain, &own_chain);
     check_exists(nft, admin_chain)?;
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let (mut recorded_count, mut recorded_in) = (0, Vec::new());
-        for owners in list_owners(nft)? {
+        for owners in list_records(nft)?.owners {
             let table = owners.table();
             let mut wanted_here: Vec<OwnedAddress> = Vec::new();
             for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
@@ -237,6 +224,7 @@ pub(super) fn ensure(
             let recorded: Vec<OwnedAddress> = records.iter().map(|record| record.owned.clone()).collect();
             recorded_count += wanted_here.iter().filter(|owned| recorded.contains(owned)).count();
             let outdated = owner::outdated_records(recorded.clone(), owner, addresses)?;
+            written.replaced |= !outdated.is_empty() || recorded.iter().any(|owned| owned.owner == owner);
             let is_removed = |record: &Record| {
                 (record.owned.owner == owner && !wanted_here.contains(&record.owned))
                     || outdated.contains(&record.owned)
@@ -250,7 +238,7 @@ pub(super) fn ensure(
             let recorded = recorded_in.iter().find(is_in_table).map_or(&[][..], |(_, recorded)| recorded);
             add_addresses(nft, batch, entry_chain, group, recorded)?;
         }
-        *changed |= recorded_count < addresses.len();
+        written.changed |= recorded_count < addresses.len();
         Ok(())
     };
     engine::change(nft, plan).map(drop)
@@ -358,19 +346,24 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     Ok(false)
 }
 
-/// Adds to `batch` the removal of the selected attachments' addresses from all tables.
+/// Adds to `batch` the removal of the selected attachments' addresses from all tables, and of their
+/// egress rules.
 pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
     let selected = filter.owners(owner::NAME);
-    for owners in list_owners(nft)? {
-        let mut records = match filter {
+    let records = list_records(nft)?;
+    for owners in &records.owners {
+        let mut found = match filter {
             AttachmentFilter::One { .. } => {
                 let owner = selected.beginnings.iter().next().map(String::as_str);
                 owners.find(nft, owner, std::iter::empty(), false)?
             }
             AttachmentFilter::Garbage { .. } => owners.records(nft)?,
         };
-        records.retain(|record| selected.contains(&record.owned.owner));
-        remove_addresses(nft, batch, &owners, &records, &[])?;
+        found.retain(|record| selected.contains(&record.owned.owner));
+        remove_addresses(nft, batch, owners, &found, &[])?;
+    }
+    if records.has_egress {
+        egress::purge(nft, batch, &|owned| selected.contains(&owned.owner))?;
     }
     Ok(())
 }
@@ -439,7 +432,7 @@ fn remove_isolation(
 
 /// Whether a table records an address of the attachment `owner`.
 pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
-    for owners in list_owners(nft)? {
+    for owners in list_records(nft)?.owners {
         let records = owners.find(nft, Some(owner), std::iter::empty(), false)?;
         if records.iter().any(|record| record.owned.owner == owner) {
             return Ok(true);

@@ -48,13 +48,14 @@ pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
 }
 
 /// Records `addresses` as those of the attachment, and removes its other records and those that
-/// attachments without a DEL have left for `addresses`.
+/// attachments without a DEL have left for `addresses`. Returns whether there were records of the
+/// attachment or such records.
 ///
 /// # Errors
 /// If records cannot be read or written.
 /// [`Error::is_unsupported`](cni_linux::error::Error::is_unsupported) on a kernel without
 /// nf_tables.
-pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
+pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
     let owner = owner::name(attachment);
     let mut records = Vec::new();
     for address in addresses {
@@ -73,13 +74,15 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<()> {
 /// # Errors
 /// If records cannot be read or removed.
 pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
-    replace(selection, &[])
+    replace(selection, &[]).map(drop)
 }
 
-/// Replaces the records of the selected attachments with `records`, in one transaction.
-fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<()> {
+/// Replaces the records of the selected attachments with `records`, in one transaction. Returns
+/// whether there were any, or others that are outdated.
+fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<bool> {
     let mut nft = Nft::open()?;
     let selected = selection.owners(owner::NAME);
+    let mut replaced = false;
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let mut existing = Vec::new();
         let rules = nft.rules(TABLE, RECORDS)?;
@@ -89,9 +92,11 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
         };
         for listed in rules {
             let Some(owned) = read_owner_rule(&listed) else { continue };
+            let is_replaced = selected.contains(&owned.owner) || outdated.contains(&owned);
+            replaced |= is_replaced;
             if records.contains(&owned) {
                 existing.push(owned);
-            } else if selected.contains(&owned.owner) || outdated.contains(&owned) {
+            } else if is_replaced {
                 batch.delete_rule(TABLE, RECORDS, listed.handle);
             }
         }
@@ -105,5 +110,6 @@ fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<
         }
         Ok(())
     };
-    engine::change(&mut nft, plan).map(drop)
+    engine::change(&mut nft, plan)?;
+    Ok(replaced)
 }

@@ -355,6 +355,15 @@ impl Batch {
         self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
     }
 
+    /// Removes the set with its elements. The commit fails with EBUSY if a rule uses the set, and
+    /// with ENOENT if it does not exist.
+    pub fn delete_set(&mut self, table: Table<'_>, name: &str) {
+        let attributes = vec![SetAttribute::Table(table.name.into()), SetAttribute::Name(name.into())];
+        let message = NfTablesMessage::DeleteSet(wire::SetMessage { attributes });
+        let what = format!("failed to delete nft set {table} {name}");
+        self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
+    }
+
     /// Adds an address to a set unless the set contains it. The commit fails with ENOENT if the set
     /// does not exist.
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {

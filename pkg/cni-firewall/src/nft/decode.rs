@@ -64,6 +64,9 @@ fn base_chain(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
 const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
 const NFTA_RULE_HANDLE: u16 = 3;
+const NFTA_RULE_EXPRESSIONS: u16 = 4;
+const NFTA_EXPR_NAME: u16 = 1;
+const NFTA_EXPR_DATA: u16 = 2;
 
 /// The table, the chain and the handle of a dumped rule.
 #[derive(Clone, Copy, Debug)]
@@ -109,9 +112,20 @@ pub fn comment(payload: &[u8]) -> &[u8] {
     userdata::comment(userdata.unwrap_or_default())
 }
 
+/// Returns how many packets the counters of a dumped rule have counted.
+pub fn counted_packets(payload: &[u8]) -> u64 {
+    const NFTA_COUNTER_PACKETS: u16 = 2;
+    let exprs = payload.get(NFGENMSG_LEN..).and_then(|bytes| attribute(bytes, NFTA_RULE_EXPRESSIONS));
+    let packets = attributes(exprs.unwrap_or_default()).map(|(_, element)| {
+        let is_counter = text(attribute(element, NFTA_EXPR_NAME).unwrap_or_default()) == "counter";
+        let data = attribute(element, NFTA_EXPR_DATA).unwrap_or_default();
+        attribute(data, NFTA_COUNTER_PACKETS).filter(|_| is_counter).and_then(u64_be).unwrap_or(0)
+    });
+    packets.fold(0, u64::saturating_add)
+}
+
 /// Decodes a dumped rule.
 pub fn rule(payload: &[u8]) -> Option<Listed> {
-    const NFTA_RULE_EXPRESSIONS: u16 = 4;
     const NFTA_RULE_USERDATA: u16 = 7;
     let bytes = payload.get(NFGENMSG_LEN..)?;
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
@@ -124,8 +138,6 @@ pub fn rule(payload: &[u8]) -> Option<Listed> {
 /// Decodes one element of a rule's expression list. An expression, or a form of it, that [`Expr`]
 /// does not represent becomes [`Expr::Other`].
 fn expr(element: &[u8]) -> Expr {
-    const NFTA_EXPR_NAME: u16 = 1;
-    const NFTA_EXPR_DATA: u16 = 2;
     let name = text(attribute(element, NFTA_EXPR_NAME).unwrap_or_default());
     let data = attribute(element, NFTA_EXPR_DATA).unwrap_or_default();
     let expr = match name.as_str() {
@@ -332,6 +344,7 @@ mod tests {
             rule(bytes),
             place(bytes),
             comment(bytes),
+            counted_packets(bytes),
             chain(bytes),
             generation_low_bits(bytes),
             generation(bytes),

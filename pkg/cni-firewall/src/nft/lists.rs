@@ -180,19 +180,11 @@ impl Nft {
         })
     }
 
-    /// Returns the chains of this name in all tables of the `families`, each with the family and
-    /// the name of its table. Does not read the other chains, which can be many.
-    pub(crate) fn chains_named(&mut self, families: &[Family], name: &str) -> Result<Vec<(Family, String, Chain)>> {
-        let mut chains = Vec::new();
-        for family in families {
-            let what = format!("failed to list the nft tables of family {}", family.name());
-            let request = NfTablesMessage::GetTable(TableMessage { attributes: Vec::new() });
-            for table in self.dump(&what, *family, request, decode::table)? {
-                let chain = self.find_chain(Table { family: *family, name: &table }, name)?;
-                chains.extend(chain.map(|chain| (*family, table, chain)));
-            }
-        }
-        Ok(chains)
+    /// Returns the names of the family's tables.
+    pub(crate) fn tables(&mut self, family: Family) -> Result<Vec<String>> {
+        let what = format!("failed to list the nft tables of family {}", family.name());
+        let request = NfTablesMessage::GetTable(TableMessage { attributes: Vec::new() });
+        self.dump(&what, family, request, decode::table)
     }
 
     /// Whether the set exists and contains the address.

@@ -26,6 +26,7 @@ const MASQUERADE_KIND: &str = "masquerade";
 const HOST_PORT_KIND: &str = "host port";
 const SPOOF_CHECK_KIND: &str = "macspoofchk";
 const FIREWALL_KIND: &str = "firewall";
+const EGRESS_KIND: &str = "egress";
 
 /// The scope of an address that is valid everywhere (`RT_SCOPE_UNIVERSE`).
 const GLOBAL_SCOPE: u8 = 0;
@@ -310,6 +311,8 @@ fn add_rule_facts(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>, facts: &m
     }
     let plugins = plugins_in(&entry.config);
     let a_plugin_sets = |key: &str| plugins.iter().any(|plugin| is_true(plugin, key));
+    let a_plugin_has =
+        |key: &str| plugins.iter().any(|plugin| plugin.get(key).is_some_and(|value| *value != Json::Null));
     let has_plugin = |kind: &str| plugins.iter().any(|plugin| plugin.get("type").and_then(Json::as_str) == Some(kind));
     let mappings = entry.attachment.capability_args.get_exact("portMappings").map(|raw| raw.get().trim().to_owned());
     let has_mappings = mappings.is_some_and(|text| !matches!(text.as_str(), "null" | "[]"));
@@ -317,6 +320,7 @@ fn add_rule_facts(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>, facts: &m
         (Purpose::Masquerade, a_plugin_sets("ipMasq")),
         (Purpose::SpoofCheck, a_plugin_sets("macspoofchk")),
         (Purpose::Forward, has_plugin("firewall")),
+        (Purpose::Egress, a_plugin_has("egress")),
         (Purpose::PortMap, has_mappings && has_plugin("portmap")),
     ] {
         if !is_needed || existing_purposes.contains(&purpose) {
@@ -340,6 +344,7 @@ fn rule_kind(purpose: Purpose) -> &'static str {
         Purpose::PortMap => HOST_PORT_KIND,
         Purpose::SpoofCheck => SPOOF_CHECK_KIND,
         Purpose::Forward => FIREWALL_KIND,
+        Purpose::Egress => EGRESS_KIND,
     }
 }
 

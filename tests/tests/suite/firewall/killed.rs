@@ -4,11 +4,13 @@
 
 use cni_testkit::trace::{self, Act, Plan};
 use cni_testkit::{bin_dir, require, rounds};
+use conformance::patched;
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::json;
 
-use super::world::{Backend, World, config, each, naming, rules};
+use super::egress::{denying, has_network, is_checked};
+use super::world::{Backend, Pod, World, config, each, naming, rules};
 
 const SWEPT: [Backend; 2] = [Backend::Nftables, Backend::IptablesNft];
 
@@ -16,23 +18,26 @@ const SWEPT: [Backend; 2] = [Backend::Nftables, Backend::IptablesNft];
 /// next DEL leaves nothing.
 #[track_caller]
 fn swept(world: &World, verb: &str, act: Act) {
-    let config = config(world, json!({"ingressPolicy": "same-bridge", "acceptMappedPorts": true}));
+    let keys = patched(json!({"ingressPolicy": "same-bridge", "acceptMappedPorts": true}), denying());
+    let config = config(world, keys);
     let (pod, neighbour) = (world.dual(), world.dual());
+    // The rules of egress are in nf_tables with every backend.
+    let naming = |pod: &Pod<'_>| naming(world, pod) + usize::from(is_checked(world, pod));
     neighbour.add(&config).success();
-    let kept = naming(world, &neighbour);
+    let kept = naming(&neighbour);
     let live = |at: u64| {
         let plan = Plan { victim: "firewall".to_owned(), at, act };
         if verb == "DEL" {
             pod.add(&config).success();
         }
         let traced = pod.invocation(&bin_dir(), verb, &config, Some(&pod.result)).traced(&plan);
-        let (left, failed) = (naming(world, &pod), traced.outcome.status != Some(0));
+        let (left, failed) = (naming(&pod), traced.outcome.status != Some(0));
         let told = || format!("call {at}, {:?}, {:?}\n{}", traced.hit, world.backend, traced.outcome.report());
         // An ADD that failed without being killed has undone everything.
         let must_be_clean = if verb == "ADD" { failed && matches!(act, Act::Fail(_)) } else { !failed };
         assert!(!must_be_clean || left == 0, "{} {:#?}", told(), rules(world));
         pod.invocation(&bin_dir(), "DEL", &config, None).run().success();
-        assert_eq!((naming(world, &pod), naming(world, &neighbour)), (0, kept), "{} {:#?}", told(), rules(world));
+        assert_eq!((naming(&pod), naming(&neighbour)), (0, kept), "{} {:#?}", told(), rules(world));
         traced.calls
     };
     live(u64::MAX);
@@ -47,6 +52,7 @@ fn swept(world: &World, verb: &str, act: Act) {
     pod.check(&config).success();
     pod.leave();
     neighbour.leave();
+    assert!(!has_network(world), "{:?} {:#?}", world.backend, rules(world));
 }
 
 #[test]

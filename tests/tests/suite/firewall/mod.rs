@@ -1,6 +1,7 @@
 //! `firewall`: packets of containers pass the node's filter, bridges are isolated, and DEL leaves
 //! nothing.
 
+mod egress;
 mod firewalld;
 mod killed;
 mod life;

@@ -26,6 +26,45 @@ fn its_configuration_is_judged_as_by_an_add() {
             .contains("nftablesChain")
     );
     assert!(judged(json!({"type": "firewall", "ingresPolicy": "open"})).contains("unknown key"));
+    let egress = |egress: serde_json::Value| judged(json!({"type": "firewall", "egress": egress}));
+    assert!(egress(json!({"deny": ["10.0.0.0/8"]})).contains("has no errors"));
+    assert!(egress(json!({"denied": ["10.0.0.0/8"]})).contains("unknown key \"denied\" in egress"));
+    assert!(egress(json!({"deny": ["10.0.0.1/8"]})).contains("the network is 10.0.0.0/8"));
+}
+
+#[test]
+fn inspect_shows_what_egress_has_dropped() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::nft());
+    require!(probe::iptables());
+    for backend in ["nftables", "iptables"] {
+        let operator = Operator::new();
+        let egress = json!({"deny": ["10.1.0.1/32"]});
+        operator.configure(json!({}), &[json!({"type": "firewall", "backend": backend, "egress": egress})]);
+        let container = operator.attach();
+        let shown = |packets: u64| {
+            let text = operator.done(&["inspect"]);
+            let rules = "egress       connections of 10.1.0.2 are checked by the rules of its network";
+            let line = format!("{rules}, which dropped {packets} packets  [nft inet cni_firewall cni_egress_");
+            assert!(text.contains(&line), "{backend} {text}");
+        };
+        shown(0);
+        container.enter(|| {
+            let socket = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
+            for _ in 0..3 {
+                socket.send_to(b"?", "10.1.0.1:53").unwrap();
+            }
+        });
+        shown(3);
+        operator.node.exec(&["nft", "delete table inet cni_firewall"]);
+        operator.failed(
+            &["inspect"],
+            &["! egress       the attachment has no such rule, although its configuration needs one"],
+        );
+        operator.done(&["rules", "restore"]);
+        shown(0);
+        operator.detach(&container);
+    }
 }
 
 #[test]

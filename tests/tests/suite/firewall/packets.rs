@@ -7,11 +7,16 @@ use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, config, each, end_is
 use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for, at, map};
 use conformance::{HOST, OUTSIDE};
 
-/// Makes the node drop every forwarded packet and returns the keys that name the dropping chain.
+/// Gives the client routes to containers and does [`dropping_chain`].
 pub(super) fn dropping(world: &World) -> Value {
     for (subnet, host) in ["10.0.0.0/8", "fd00::/16"].into_iter().zip(HOST) {
         world.client.exec(&["ip", "route", "add", subnet, "via", host]);
     }
+    dropping_chain(world)
+}
+
+/// Makes the node drop every forwarded packet and returns the keys that name the dropping chain.
+pub(super) fn dropping_chain(world: &World) -> Value {
     match world.backend {
         Backend::Nftables => {
             shell(

@@ -30,6 +30,7 @@ use std::net::IpAddr;
 
 use cni_linux::error::Result;
 
+use super::Written;
 use super::owner::{self, Ingress, OwnedAddress};
 use crate::iptables::{Chains, Edit, Part, Purpose, Rule, single_address};
 use crate::owner::{AttachmentFilter, Untagged};
@@ -137,14 +138,14 @@ fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
 /// the family of `filter`. Removes the [outdated records](owner::outdated_records) of `addresses`.
-/// Adds to `accepted_for_others` the addresses that have rules but no record: the Go plugin wrote
-/// these rules.
+/// Adds to `written.accepted_for_others` the addresses that have rules but no record: the Go plugin
+/// wrote these rules. Sets `written.replaced`.
 pub(super) fn ensure(
     filter: &mut Chains<'_>,
     owner: &str,
     addresses: &[OwnedAddress],
     admin_chain: &str,
-    accepted_for_others: &mut Vec<IpAddr>,
+    written: &mut Written,
 ) -> Result<Edit> {
     let mut edit = Edit::new();
     for chain in [CNI_FORWARD, admin_chain, OWNERS] {
@@ -178,7 +179,7 @@ pub(super) fn ensure(
     for owned in addresses {
         let existing = rules_for(&accepting, owned.address);
         if !existing.is_empty() && !recorded_addresses.contains(&owned.address) {
-            accepted_for_others.push(owned.address);
+            written.accepted_for_others.push(owned.address);
         }
         for rule in required_rules(owned) {
             delete_duplicates(&mut edit, CNI_FORWARD, existing, &rule);
@@ -193,6 +194,7 @@ pub(super) fn ensure(
     let wanted: BTreeSet<&OwnedAddress> = addresses.iter().collect();
     let all_owned = records.iter().map(|record| record.owned.clone());
     let outdated: BTreeSet<OwnedAddress> = owner::outdated_records(all_owned, owner, addresses)?.into_iter().collect();
+    written.replaced |= !outdated.is_empty() || records.iter().any(|record| record.owned.owner == owner);
     let is_stale = |record: &&Record| {
         let is_own = record.owned.owner == owner;
         (is_own && !wanted.contains(&record.owned)) || outdated.contains(&record.owned)

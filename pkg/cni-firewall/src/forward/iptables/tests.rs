@@ -58,7 +58,7 @@ fn add_and_del_take_time_in_proportion_to_the_addresses() {
     cni_testkit::assert_cost_below(8, || del(&few, &sizes[0]), || del(&many, &sizes[1]));
     let add = |saved: &str, addresses: &[OwnedAddress]| {
         let mut filter = Chains::of_text(Table::Filter, Family::V4, saved);
-        let edit = ensure(&mut filter, owner, addresses, ADMIN, &mut Vec::new()).unwrap();
+        let edit = ensure(&mut filter, owner, addresses, ADMIN, &mut Written::default()).unwrap();
         assert!(edit.deleted.is_empty() && !edit.rules.iter().any(|added| added.chain == OWNERS));
     };
     cni_testkit::assert_cost_below(8, || add(&few, &sizes[0]), || add(&many, &sizes[1]));

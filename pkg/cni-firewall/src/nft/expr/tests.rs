@@ -1,5 +1,6 @@
 //! Tests of the expressions that match prefixes and interface names.
 
+use super::build::{equal, payload};
 use super::*;
 
 #[test]

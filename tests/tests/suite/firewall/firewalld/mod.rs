@@ -14,6 +14,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use self::world::{Firewalld, SOCKET, del_without_result, of, until};
+use super::egress;
 use super::world::{Backend, Pod, World, config, go, named, naming, rules};
 use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for};
 
@@ -379,6 +380,36 @@ fn bridges_are_isolated_beside_firewalld_until_del() {
     assert!(one.container.enter(|| ask_tcp(&to)).is_some(), "{:#?}", rules(world));
     [one, near, far].iter().for_each(Pod::leave);
     assert_eq!(firewalld.sources("trusted"), of(&[]));
+}
+
+#[test]
+fn egress_is_enforced_beside_firewalld_until_del() {
+    require!(probe::firewalld().map(drop));
+    let firewalld = Firewalld::new();
+    let world = &firewalld.world;
+    egress::prepare(world);
+    let config = firewalld.config(egress::denying());
+    let (pod, unread) = (world.dual(), world.dual());
+    pod.add(&config).success();
+    pod.check(&config).success();
+    for family in [0, 1] {
+        egress::is_dropped(world, &pod, OUTSIDE[family]);
+        egress::passes(world, &pod, egress::ALLOWED[family]);
+    }
+    let call = unread.invocation(&bin_dir(), "ADD", &config, Some(&unread.result));
+    assert_ne!(call.with_closed_stdout().run().status, Some(0));
+    assert!(!egress::is_checked(world, &unread), "{:#?}", rules(world));
+    firewalld.cmd(&["--reload"]);
+    assert!(egress::is_checked(world, &pod), "{:#?}", rules(world));
+    // An ADD without the key ends the rules.
+    pod.add(&firewalld.config(json!({}))).success();
+    assert!(!egress::is_checked(world, &pod), "{:#?}", rules(world));
+    egress::passes(world, &pod, OUTSIDE[0]);
+    pod.add(&config).success();
+    del_without_result(&pod, &config);
+    assert!(!egress::has_network(world), "{:#?}", rules(world));
+    pod.leave();
+    unread.leave();
 }
 
 #[test]

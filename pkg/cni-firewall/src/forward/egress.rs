@@ -1,0 +1,367 @@
+//! Drops connections that the containers of a network open to denied destinations.
+//!
+//! The rules are in the plugins' own table of nf_tables with every backend: a packet that one table
+//! drops stays dropped, so they precede all accepting rules, in whatever order other programs put
+//! theirs. For each network, where HASH is a hash of its name, and each container address ADDRESS:
+//! ```text
+//! table inet cni_firewall {
+//!     set cni_egress_HASH_4 { type ipv4_addr; elements = { ADDRESS } }
+//!     set cni_egress_HASH_6 { type ipv6_addr; elements = { ADDRESS } }
+//!     chain cni_egress_owners { ip saddr ADDRESS comment "cni:NETWORK/CONTAINER/IFNAME" }
+//!     chain cni_egress_HASH {
+//!         comment "NETWORK"
+//!         ip daddr ALLOWED return
+//!         ip daddr DENIED counter drop
+//!         counter drop                          # only for the default deny
+//!     }
+//!     chain cni_egress {
+//!         ct state established,related return
+//!         ip saddr @cni_egress_HASH_4 jump cni_egress_HASH
+//!         ip6 saddr @cni_egress_HASH_6 jump cni_egress_HASH
+//!     }
+//!     chain egress_forward { type filter hook forward priority filter - 1; jump cni_egress }
+//!     chain egress_input { type filter hook input priority filter - 1;
+//!         icmpv6 type nd-router-solicit-nd-neighbor-advert return
+//!         jump cni_egress
+//!     }}
+//! ```
+//! The sets and the chain of a network are removed with its last attachment. No rule leads to
+//! `cni_egress_owners`, whose rules are the records.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv6Addr};
+
+use cni::Cidr;
+use cni::hash::sha512_hex;
+use cni_linux::error::Result;
+
+use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, jump, match_family, owner_rule, read_owner_rule};
+use super::owner::{self, Ingress, OwnedAddress};
+use crate::engine;
+use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, icmpv6_types, in_set, l4proto, masked, saddr};
+use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table, decode};
+
+pub(crate) const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
+/// The chain of the records.
+pub(super) const OWNERS: &str = "cni_egress_owners";
+/// The chain that leads to the chains of the networks.
+const EGRESS: &str = "cni_egress";
+/// The base chains. They precede the chains with the priority `filter`, which is 0.
+const FORWARD: (&str, BaseChain) =
+    ("egress_forward", BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: -1 });
+const INPUT: (&str, BaseChain) = ("egress_input", BaseChain { kind: Kind::Filter, hook: Hook::Input, priority: -1 });
+/// The number of the protocol ICMPv6.
+const ICMPV6: u8 = 58;
+/// The number of hex digits of the hash in a network's names.
+const HASH_DIGITS: usize = 16;
+
+/// The destinations to which the containers of a network may open connections.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Egress {
+    /// Destinations that are allowed, also if they are in `deny`.
+    pub allow: Vec<Cidr>,
+    /// Destinations that are denied.
+    pub deny: Vec<Cidr>,
+    /// What applies to all other destinations.
+    pub default: EgressDefault,
+    /// The container's link-local addresses, which no result has. Packets from them reach the host.
+    pub link_local: Vec<Ipv6Addr>,
+}
+
+/// What applies to destinations that are neither allowed nor denied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EgressDefault {
+    /// They are allowed.
+    #[default]
+    Allow,
+    /// They are denied.
+    Deny,
+}
+
+/// Returns the name of the chain for the network of this owner: `cni_egress_HASH`.
+pub(crate) fn network_chain(owner: &str) -> String {
+    format!("{EGRESS}_{}", sha512_hex(&[network(owner).as_bytes()], HASH_DIGITS))
+}
+
+/// Returns the name of the network in an owner's name, or its hash.
+fn network(owner: &str) -> &str {
+    owner.split('/').next().unwrap_or_default().trim_start_matches("cni:")
+}
+
+/// Returns the name and the type of the set for addresses of the same family as `address` in the
+/// network with this chain.
+fn set_of(chain: &str, address: IpAddr) -> (String, SetKind) {
+    if address.is_ipv4() { (format!("{chain}_4"), SetKind::Ipv4) } else { (format!("{chain}_6"), SetKind::Ipv6) }
+}
+
+/// Returns the rules of a network's chain.
+fn network_rules(egress: &Egress) -> Vec<Vec<Expr>> {
+    let matched = |prefix: &Cidr| {
+        [match_family(TABLE, prefix.address()), masked(daddr(prefix.address()), prefix.prefix())].concat()
+    };
+    let drop = [Expr::Other("counter".to_owned()), Expr::Verdict(Verdict::Drop)];
+    let mut rules = Vec::new();
+    for allowed in &egress.allow {
+        rules.push([matched(allowed), vec![Expr::Verdict(Verdict::Return)]].concat());
+    }
+    for denied in &egress.deny {
+        rules.push([matched(denied), drop.to_vec()].concat());
+    }
+    if egress.default == EgressDefault::Deny {
+        rules.push(drop.to_vec());
+    }
+    rules
+}
+
+/// Returns the rules of a base chain.
+fn hook_rules(hook: Hook) -> Vec<Vec<Expr>> {
+    let mut rules = vec![vec![jump(EGRESS)]];
+    if hook == Hook::Input {
+        // Without neighbour discovery, which connection tracking ignores, a container reaches
+        // nothing over IPv6. The types are those from router solicitations to advertisements of
+        // neighbours.
+        let ipv6 = match_family(TABLE, Ipv6Addr::UNSPECIFIED.into());
+        let discovery = [ipv6, l4proto(ICMPV6), icmpv6_types(133, 136)].concat();
+        rules.insert(0, [discovery, vec![Expr::Verdict(Verdict::Return)]].concat());
+    }
+    rules
+}
+
+/// Returns the first rule of [`EGRESS`].
+fn established_rule() -> Vec<Expr> {
+    [ct_established_related(), vec![Expr::Verdict(Verdict::Return)]].concat()
+}
+
+/// Returns the rules of [`EGRESS`] that lead to a network's chain.
+fn dispatch_rules(chain: &str) -> [Vec<Expr>; 2] {
+    FAMILY_SAMPLES.map(|sample| {
+        let (set, _) = set_of(chain, sample);
+        [match_family(TABLE, sample), in_set(saddr(sample), &set), vec![jump(chain)]].concat()
+    })
+}
+
+/// Returns the container's addresses with their owner.
+fn owned_addresses(owner: &str, addresses: &[IpAddr], egress: &Egress) -> Vec<OwnedAddress> {
+    let link_local = egress.link_local.iter().map(|address| IpAddr::V6(*address));
+    let all = addresses.iter().copied().chain(link_local);
+    let owned =
+        |address| OwnedAddress { owner: owner.to_owned(), address, ingress: Ingress::Open, accepts_redirected: false };
+    all.map(owned).collect()
+}
+
+/// Whether the chain has exactly these rules.
+fn has_rules(nft: &mut Nft, chain: &str, wanted: &[Vec<Expr>]) -> Result<bool> {
+    Ok(nft.rules(TABLE, chain)?.iter().map(|listed| &listed.rule.exprs).eq(wanted))
+}
+
+/// Makes the rules for the attachment `owner` those of `egress`, in one transaction; without
+/// `egress`, removes them. Removes those of [outdated records](owner::outdated_records) of
+/// `addresses`. Sets `changed` to true if an address may have been recorded, even on an error.
+///
+/// # Errors
+/// The rules cannot be read or written.
+pub(super) fn ensure(
+    nft: &mut Nft,
+    owner: &str,
+    addresses: &[IpAddr],
+    egress: Option<&Egress>,
+    changed: &mut bool,
+) -> Result<()> {
+    let own = owned_addresses(owner, addresses, egress.unwrap_or(&Egress::default()));
+    let wanted: &[OwnedAddress] = if egress.is_some() { &own } else { &[] };
+    let plan = |nft: &mut Nft, batch: &mut Batch| {
+        let records = nft.rules(TABLE, OWNERS)?;
+        let recorded: Vec<OwnedAddress> = records.iter().filter_map(read_owner_rule).collect();
+        let outdated = owner::outdated_records(recorded.iter().cloned(), owner, &own)?;
+        // All of an owner's addresses, also the link-local one, which was not allocated again.
+        let outdated: BTreeSet<String> = outdated.into_iter().map(|record| record.owner).collect();
+        let is_removed = |record: &OwnedAddress| {
+            (record.owner == owner && !wanted.contains(record)) || outdated.contains(&record.owner)
+        };
+        remove(nft, batch, &records, &is_removed, wanted)?;
+        if let Some(egress) = egress {
+            add(nft, batch, owner, egress)?;
+        }
+        let (set_chain, missing) = (network_chain(owner), wanted.iter().filter(|owned| !recorded.contains(owned)));
+        for owned in wanted {
+            batch.ensure_element(TABLE, &set_of(&set_chain, owned.address).0, owned.address);
+        }
+        for owned in missing {
+            batch.append_rule(TABLE, OWNERS, &owner_rule(TABLE, owned)?);
+            *changed = true;
+        }
+        Ok(())
+    };
+    engine::change(nft, plan).map(drop)
+}
+
+/// Adds to `batch` what is missing of the chains that all networks share, and of the chain and the
+/// sets of the owner's network. Rules of the network's chain that are not those of `egress` are
+/// replaced.
+fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result<()> {
+    batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
+    for (name, base) in [FORWARD, INPUT] {
+        if !nft.has_base_chain(TABLE, name, base)? {
+            batch.ensure_base_chain(TABLE, name, base, None);
+        }
+    }
+    for chain in [OWNERS, EGRESS] {
+        nft.add_missing_chain(batch, TABLE, chain)?;
+    }
+    let chain = network_chain(owner);
+    if nft.find_chain(TABLE, &chain)?.is_none() {
+        batch.ensure_chain(TABLE, &chain, Some(network(owner)));
+    }
+    for sample in FAMILY_SAMPLES {
+        let (set, kind) = set_of(&chain, sample);
+        batch.ensure_set(TABLE, &set, kind);
+    }
+    let hooks = [FORWARD, INPUT].map(|(name, base)| (name, hook_rules(base.hook)));
+    for (name, rules) in hooks.into_iter().chain([(chain.as_str(), network_rules(egress))]) {
+        if !has_rules(nft, name, &rules)? {
+            batch.flush_chain(TABLE, name);
+            for exprs in rules {
+                batch.append_rule(TABLE, name, &Rule::new(exprs));
+            }
+        }
+    }
+    let existing = nft.rules(TABLE, EGRESS)?;
+    if existing.first().is_none_or(|first| first.rule.exprs != established_rule()) {
+        batch.insert_rule(TABLE, EGRESS, &Rule::new(established_rule()));
+    }
+    for exprs in dispatch_rules(&chain) {
+        if !existing.iter().any(|listed| listed.rule.exprs == exprs) {
+            batch.append_rule(TABLE, EGRESS, &Rule::new(exprs));
+        }
+    }
+    Ok(())
+}
+
+/// Adds to `batch` the removal of the records for which `is_removed` is true, and of the elements,
+/// chains and sets that no remaining record needs. The addresses in `staying`, which the caller
+/// adds, count as remaining records.
+fn remove(
+    nft: &mut Nft,
+    batch: &mut Batch,
+    records: &[Listed],
+    is_removed: &dyn Fn(&OwnedAddress) -> bool,
+    staying: &[OwnedAddress],
+) -> Result<()> {
+    let element = |owned: &OwnedAddress| (network_chain(&owned.owner), owned.address);
+    let mut required: BTreeSet<(String, IpAddr)> = staying.iter().map(element).collect();
+    let mut released = BTreeSet::new();
+    for listed in records {
+        let Some(owned) = read_owner_rule(listed) else { continue };
+        if is_removed(&owned) {
+            batch.delete_rule(TABLE, OWNERS, listed.handle);
+            released.insert(element(&owned));
+        } else {
+            required.insert(element(&owned));
+        }
+    }
+    let required_chains: BTreeSet<&String> = required.iter().map(|(chain, _)| chain).collect();
+    let mut unneeded_chains = BTreeSet::new();
+    for (chain, address) in released.difference(&required) {
+        if !required_chains.contains(chain) {
+            unneeded_chains.insert(chain);
+            continue;
+        }
+        let (set, _) = set_of(chain, *address);
+        if nft.has_element(TABLE, &set, *address)? {
+            batch.delete_element(TABLE, &set, *address);
+        }
+    }
+    for chain in unneeded_chains {
+        remove_network(nft, batch, chain)?;
+    }
+    Ok(())
+}
+
+/// Adds to `batch` the removal of a network's chain, of the rules that lead to it, and of the sets
+/// in these rules.
+fn remove_network(nft: &mut Nft, batch: &mut Batch, chain: &str) -> Result<()> {
+    let mut sets = BTreeSet::new();
+    for listed in nft.rules(TABLE, EGRESS)? {
+        if listed.rule.exprs.last() != Some(&jump(chain)) {
+            continue;
+        }
+        batch.delete_rule(TABLE, EGRESS, listed.handle);
+        let lookups = listed.rule.exprs.iter();
+        sets.extend(
+            lookups.filter_map(|expr| if let Expr::Lookup { set, .. } = expr { Some(set.clone()) } else { None }),
+        );
+    }
+    if let Some(found) = nft.find_chain(TABLE, chain)? {
+        batch.delete_chain(TABLE, chain, found.handle);
+    }
+    for set in sets {
+        batch.delete_set(TABLE, &set);
+    }
+    Ok(())
+}
+
+/// Adds to `batch` the removal of the rules for the owners for which `is_selected` is true.
+pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, is_selected: &dyn Fn(&OwnedAddress) -> bool) -> Result<()> {
+    let records = nft.rules(TABLE, OWNERS)?;
+    remove(nft, batch, &records, is_selected, &[])
+}
+
+/// Returns a sentence for each rule or element that an ADD would write and that is missing; empty
+/// if none is.
+pub(super) fn check(nft: &mut Nft, owner: &str, addresses: &[IpAddr], egress: &Egress) -> Result<Vec<String>> {
+    let chain = network_chain(owner);
+    let mut wrong_chains = Vec::new();
+    for (name, base) in [FORWARD, INPUT] {
+        if !nft.has_base_chain(TABLE, name, base)? || !has_rules(nft, name, &hook_rules(base.hook))? {
+            wrong_chains.push(name);
+        }
+    }
+    let existing = nft.rules(TABLE, EGRESS)?;
+    let is_first = existing.first().is_some_and(|first| first.rule.exprs == established_rule());
+    let is_led_to = |exprs: &Vec<Expr>| existing.iter().any(|listed| listed.rule.exprs == *exprs);
+    if !is_first || !dispatch_rules(&chain).iter().all(is_led_to) {
+        wrong_chains.push(EGRESS);
+    }
+    if !has_rules(nft, &chain, &network_rules(egress))? {
+        wrong_chains.push(&chain);
+    }
+    let sentence = |name: &str| format!("nft chain {TABLE} {name} is missing or has other rules than it should");
+    let mut missing: Vec<String> = wrong_chains.into_iter().map(sentence).collect();
+    for owned in owned_addresses(owner, addresses, egress) {
+        let (set, _) = set_of(&chain, owned.address);
+        if !nft.has_element(TABLE, &set, owned.address)? {
+            missing.push(format!("nft set {TABLE} {set} lacks {}", owned.address));
+        }
+    }
+    Ok(missing)
+}
+
+/// Checks that [`ensure`] can work here; fails with the reason if it cannot. Nothing changes.
+pub(super) fn probe() -> Result<()> {
+    let mut nft = Nft::open()?;
+    // An earlier ADD has written these rules, so the kernel has what they need.
+    if nft.has_base_chain(TABLE, INPUT.0, INPUT.1)? {
+        return Ok(());
+    }
+    let mut batch = Batch::new();
+    add(&mut nft, &mut batch, "cni:probe/", &Egress { default: EgressDefault::Deny, ..Egress::default() })?;
+    nft.rehearse(batch)
+}
+
+/// Returns how many packets the rules of a network's chain have dropped since they were written.
+pub(crate) fn count_dropped(nft: &mut Nft, chain: &str) -> Result<u64> {
+    // A list may be read twice, so each rule is counted by its handle.
+    let packets = RefCell::new(BTreeMap::new());
+    nft.rules_where(TABLE, chain, |rule| {
+        let handle = decode::place(rule).map(|place| place.handle);
+        packets.borrow_mut().insert(handle, decode::counted_packets(rule));
+        false
+    })?;
+    Ok(packets.into_inner().into_values().sum())
+}
+
+/// Returns the addresses whose connections are checked, with their owners.
+pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
+    Ok(nft.rules(TABLE, OWNERS)?.iter().filter_map(read_owner_rule).collect())
+}

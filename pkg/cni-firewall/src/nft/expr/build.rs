@@ -1,0 +1,196 @@
+//! Builds the matches and statements of rules, as lists of expressions. The functions return the
+//! expressions, with the same registers, that `nft` writes for the text quoted in their
+//! documentation.
+
+use std::net::IpAddr;
+
+use super::{Base, CmpOp, Expr, MetaKey, Reg};
+
+/// Returns a match: `load`, which must load a value into register 1, and the comparison of this
+/// value with `data`.
+pub(super) fn equal(load: Expr, data: Vec<u8>) -> Vec<Expr> {
+    vec![load, Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data }]
+}
+
+/// Returns the load of packet bytes into register 1.
+pub(super) fn payload(base: Base, offset: u32, len: u32) -> Expr {
+    Expr::Payload { base, offset, len, to: Reg::R1 }
+}
+
+/// Returns the match `iifname "NAME"`, of the whole name, not a prefix. `None` if the name is too
+/// long for an interface.
+pub fn iifname(name: &str) -> Option<Vec<Expr>> {
+    interface_name(MetaKey::IIFNAME, name)
+}
+
+/// Returns the match `oifname "NAME"`; see [`iifname`].
+pub fn oifname(name: &str) -> Option<Vec<Expr>> {
+    interface_name(MetaKey::OIFNAME, name)
+}
+
+/// Returns the match of an interface's whole name; `None` if the name is too long.
+fn interface_name(key: MetaKey, name: &str) -> Option<Vec<Expr>> {
+    // With its final NUL, a name has at most IFNAMSIZ bytes.
+    if name.len() >= libc::IFNAMSIZ {
+        return None;
+    }
+    let mut data = name.as_bytes().to_vec();
+    data.resize(libc::IFNAMSIZ, 0);
+    Some(equal(Expr::Meta { key, to: Reg::R1 }, data))
+}
+
+/// Returns the name in an [`iifname`] match, if the rule begins with one.
+pub fn iifname_of(exprs: &[Expr]) -> Option<String> {
+    match exprs {
+        [Expr::Meta { key: MetaKey::IIFNAME, to }, Expr::Cmp { op: CmpOp::EQ, reg, data }, ..] if to == reg => {
+            let name = data.split(|byte| *byte == 0).next()?;
+            Some(String::from_utf8_lossy(name).into_owned())
+        }
+        _ => None,
+    }
+}
+
+/// Returns the match `ether saddr MAC`, for a bridge table; tables of other families also need a
+/// match of the link type.
+pub fn ether_saddr(mac: [u8; 6]) -> Vec<Expr> {
+    // The offset and the length of the source address in the Ethernet header.
+    equal(payload(Base::LINK, 6, 6), mac.to_vec())
+}
+
+/// Returns the address in an [`ether_saddr`] match, if the rule begins with one.
+pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
+    let [_, Expr::Cmp { data, .. }, ..] = exprs else { return None };
+    let mac = <[u8; 6]>::try_from(&data[..]).ok()?;
+    if exprs.starts_with(&ether_saddr(mac)) { Some(mac) } else { None }
+}
+
+/// Returns the match `ip saddr ADDR` or `ip6 saddr ADDR`, for an ip or ip6 table; an inet table
+/// needs [`nfproto`] first.
+pub fn saddr(addr: IpAddr) -> Vec<Expr> {
+    // The offset and the length of the source address in the IP header.
+    match addr {
+        IpAddr::V4(addr) => equal(payload(Base::NETWORK, 12, 4), addr.octets().to_vec()),
+        IpAddr::V6(addr) => equal(payload(Base::NETWORK, 8, 16), addr.octets().to_vec()),
+    }
+}
+
+/// Returns the match `ip daddr ADDR` or `ip6 daddr ADDR`; see [`saddr`].
+pub fn daddr(addr: IpAddr) -> Vec<Expr> {
+    // The offset and the length of the destination address in the IP header.
+    match addr {
+        IpAddr::V4(addr) => equal(payload(Base::NETWORK, 16, 4), addr.octets().to_vec()),
+        IpAddr::V6(addr) => equal(payload(Base::NETWORK, 24, 16), addr.octets().to_vec()),
+    }
+}
+
+/// Turns an address match, such as that of [`saddr`], into `ip saddr @SET`: replaces the comparison
+/// that ends `exprs` with a lookup in the set.
+pub fn in_set(mut exprs: Vec<Expr>, set: &str) -> Vec<Expr> {
+    if let Some(last) = exprs.last_mut() {
+        *last = Expr::Lookup { set: set.to_owned(), reg: Reg::R1 };
+    }
+    exprs
+}
+
+/// Returns the match `ct state established,related`.
+pub fn ct_established_related() -> Vec<Expr> {
+    const NFT_CT_STATE: u32 = 0;
+    const ESTABLISHED: u32 = 1 << 1;
+    const RELATED: u32 = 1 << 2;
+    ct_has_any(NFT_CT_STATE, ESTABLISHED | RELATED)
+}
+
+/// Returns the match `ct status dnat`: the connection's destination was changed.
+pub fn ct_dnat() -> Vec<Expr> {
+    const NFT_CT_STATUS: u32 = 2;
+    const IPS_DST_NAT: u32 = 1 << 5;
+    ct_has_any(NFT_CT_STATUS, IPS_DST_NAT)
+}
+
+/// Returns the match of a connection whose value `key` has one of `bits`.
+fn ct_has_any(key: u32, bits: u32) -> Vec<Expr> {
+    vec![
+        Expr::Ct { key, to: Reg::R1 },
+        Expr::Bitwise { reg: Reg::R1, mask: bits.to_ne_bytes().to_vec(), xor: vec![0; 4] },
+        Expr::Cmp { op: CmpOp::NE, reg: Reg::R1, data: vec![0; 4] },
+    ]
+}
+
+/// Returns the match `meta nfproto ipv4` or `ipv6`, by `NFPROTO_*`. `nft` adds this itself before
+/// an address in an inet table.
+pub fn nfproto(family: u8) -> Vec<Expr> {
+    equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![family])
+}
+
+/// Returns the match `meta l4proto PROTO`, by `IPPROTO_*`. `nft` adds this itself before a port.
+pub fn l4proto(protocol: u8) -> Vec<Expr> {
+    equal(Expr::Meta { key: MetaKey::L4PROTO, to: Reg::R1 }, vec![protocol])
+}
+
+/// Returns the match `icmpv6 type FIRST-LAST`; needs [`l4proto`] before it.
+pub fn icmpv6_types(first: u8, last: u8) -> Vec<Expr> {
+    let compare = |op, value| Expr::Cmp { op, reg: Reg::R1, data: vec![value] };
+    vec![payload(Base::TRANSPORT, 0, 1), compare(CmpOp::GE, first), compare(CmpOp::LE, last)]
+}
+
+/// Returns the match `th dport PORT` of the destination port; needs [`l4proto`] before it.
+pub fn dport(port: u16) -> Vec<Expr> {
+    // The offset and the length of the destination port in the headers of TCP, UDP and SCTP.
+    equal(payload(Base::TRANSPORT, 2, 2), port.to_be_bytes().to_vec())
+}
+
+/// Returns the match `fib daddr type local`: the destination is an address of this host.
+pub fn fib_daddr_local() -> Vec<Expr> {
+    const NFTA_FIB_F_DADDR: u32 = 1 << 1;
+    const NFT_FIB_RESULT_ADDRTYPE: u32 = 3;
+    let load = Expr::Fib { flags: NFTA_FIB_F_DADDR, result: NFT_FIB_RESULT_ADDRTYPE, to: Reg::R1 };
+    equal(load, u32::from(libc::RTN_LOCAL).to_ne_bytes().to_vec())
+}
+
+/// Returns the statement `dnat to ADDR:PORT`, for an ip or ip6 table; without a port, the packet
+/// keeps its port.
+pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
+    let (family, bytes) = match addr {
+        IpAddr::V4(addr) => (libc::NFPROTO_IPV4, addr.octets().to_vec()),
+        IpAddr::V6(addr) => (libc::NFPROTO_IPV6, addr.octets().to_vec()),
+    };
+    let mut exprs = vec![Expr::Load { to: Reg::R1, data: bytes }];
+    exprs.extend(port.map(|port| Expr::Load { to: Reg::R2, data: port.to_be_bytes().to_vec() }));
+    exprs.push(Expr::Dnat { family: family.unsigned_abs(), addr: Reg::R1, port: port.map(|_| Reg::R2) });
+    exprs
+}
+
+/// Turns a match for `==` into one for `!=`: inverts the comparison that ends `exprs`.
+pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
+    if let Some(Expr::Cmp { op, .. }) = exprs.last_mut() {
+        *op = CmpOp::NE;
+    }
+    exprs
+}
+
+/// Turns an address match (`saddr`, `daddr`) into a match of the first `prefix` bits, such as `ip
+/// daddr NET/prefix`.
+///
+/// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load. Any other prefix,
+/// also 0, becomes a mask. Older releases of `nft` always write a mask.
+pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
+    let [.., Expr::Payload { len, .. }, Expr::Cmp { reg, data, .. }] = exprs.as_mut_slice() else { return exprs };
+    if prefix > 0 && prefix.is_multiple_of(8) {
+        data.truncate(usize::from(prefix / 8));
+        *len = (*len).min(u32::from(prefix / 8));
+        return exprs;
+    }
+    let mut mask = Vec::new();
+    let mut remaining_bits = u32::from(prefix);
+    for byte in data.iter_mut() {
+        let bits = remaining_bits.min(8);
+        remaining_bits -= bits;
+        // The upper `bits` bits. With 0 bits, the shift by 8 returns `None`.
+        let byte_mask = 0xff_u8.checked_shl(8 - bits).unwrap_or(0);
+        *byte &= byte_mask;
+        mask.push(byte_mask);
+    }
+    let bitwise = Expr::Bitwise { reg: *reg, xor: vec![0; mask.len()], mask };
+    exprs.insert(exprs.len() - 1, bitwise);
+    exprs
+}
