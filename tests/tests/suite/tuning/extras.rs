@@ -227,3 +227,33 @@ fn a_failed_add_leaves_no_feature_and_no_neighbour() {
     require!(trace::supported());
     interrupted("ADD", Act::Fail(Errno::EIO));
 }
+
+/// A value that cannot be restored does not make DEL fail, but DEL names it.
+#[test]
+fn a_del_with_failing_calls_restores_or_prints_what_stays() {
+    require!(probe::tool("python3"));
+    require!(trace::supported());
+    let node = Node::new();
+    let (mut at, mut kept) = (1, 0);
+    loop {
+        let container = pod_up(&node);
+        let attachment = tuned(&node, &container, keys());
+        attachment.add_after(&prev(&container)).success();
+        let plan = Plan { victim: "tuning".into(), at, act: Act::Fail(Errno::EIO) };
+        let traced = attachment.invocation("DEL", Some(&prev(&container))).traced(&plan);
+        let (outcome, is_original) =
+            (traced.outcome, computes_checksums(&container) && neighbours(&container).is_empty());
+        let has_failed = outcome.status != Some(0);
+        assert!(is_original || has_failed || !outcome.stderr.is_empty(), "call {at}\n{}", outcome.report());
+        kept += usize::from(!is_original);
+        attachment.del_with(&prev(&container)).success();
+        if has_failed {
+            assert_original(&container, &format!("call {at}\n{}", outcome.report()));
+        }
+        if traced.hit.is_none() {
+            break;
+        }
+        at += 3;
+    }
+    assert!(kept > 0, "no failing call kept a value");
+}
