@@ -259,7 +259,8 @@ fn without_a_router_add_fails_in_time_and_leaves_nothing() {
     assert_eq!((container.link("eth0"), node.ports("br0")), (None, vec![]));
     attachment.del().success();
     // The wait ends before the interface plugin ends the IPAM plugin.
-    let attachment = attachment.config(patched(bridge(json!({})), json!({"delegateTimeout": 2})));
+    let limit = patience(Duration::from_secs(4)).as_secs().min(12);
+    let attachment = attachment.config(patched(bridge(json!({})), json!({"delegateTimeout": limit})));
     attachment.add().fails_naming(11, &["eth0", "IPv6 router"]);
     let attachment = attachment.config(bridge(json!({"timeout": 1, "required": false})));
     let result = attachment.add().success();
