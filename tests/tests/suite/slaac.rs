@@ -2,9 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Attachment, Container, Node, patience, probe, require};
+use cni_testkit::trace::{self, Act, Plan};
+use cni_testkit::{Attachment, Container, Node, patience, probe, require, rounds};
 use conformance::lan::until;
 use conformance::{VERSION, VERSIONS, addresses, ipam, patched, router, uplink};
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 const PREFIX: &str = "prefix 2001:db8:1::/64 { };";
@@ -276,12 +279,7 @@ fn a_failed_chained_add_restores_the_interface() {
     let first = patched(bridge(json!(null)), json!({"ipam": ipam(&node, &["10.1.0.0/24"]), "acceptRa": "no"}));
     let first = Attachment::new(&node, &container, first);
     let prev = first.add().success();
-    let state = || {
-        let names =
-            ["accept_ra", "autoconf", "accept_dad", "use_tempaddr", "router_solicitation_delay", "disable_ipv6"];
-        let sysctls = names.map(|name| container.sysctl(&format!("net/ipv6/conf/eth0/{name}")));
-        (sysctls, globals(&container))
-    };
+    let state = || ipv6_state(&container);
     let before = state();
     let second = json!({"cniVersion": VERSION, "name": "net1", "type": "slaac", "timeout": 1, "token": "::5"});
     let second = Attachment::new(&node, &container, second);
@@ -303,6 +301,43 @@ fn a_failed_chained_add_restores_the_interface() {
     first.del().success();
 }
 
+/// The sysctls that slaac changes, and the global addresses.
+fn ipv6_state(container: &Container) -> (Vec<String>, Vec<Value>) {
+    let names = ["accept_ra", "autoconf", "accept_dad", "use_tempaddr", "router_solicitation_delay", "disable_ipv6"];
+    let sysctls = names.map(|name| container.sysctl(&format!("net/ipv6/conf/eth0/{name}")));
+    (sysctls.to_vec(), globals(container))
+}
+
+/// Each call before the wait for a router. Without one, the ADD fails anyway.
+#[test]
+fn whichever_call_fails_a_chained_add_changes_nothing() {
+    require!(trace::supported());
+    let (node, _) = bridged(0);
+    let container = node.container();
+    let first = patched(bridge(json!(null)), json!({"ipam": ipam(&node, &["10.1.0.0/24"]), "acceptRa": "no"}));
+    let first = Attachment::new(&node, &container, first);
+    let prev = first.add().success();
+    let before = ipv6_state(&container);
+    let second = json!({"cniVersion": VERSION, "name": "net1", "type": "slaac", "timeout": 1, "token": "::5"});
+    let second = Attachment::new(&node, &container, second);
+    for act in [Act::Fail(Errno::EPERM), Act::Signal(Signal::SIGTERM)] {
+        let attempt = |at| {
+            let plan = Plan { victim: "slaac".to_owned(), at, act };
+            second.invocation("ADD", Some(&prev)).traced(&plan)
+        };
+        let all = attempt(u64::MAX).all;
+        let until_wait = (1..).zip(&all).take_while(|(_, hit)| hit.starting || hit.call != "signalfd4");
+        let points: Vec<u64> = until_wait.filter(|(_, hit)| !hit.starting).map(|(at, _)| at).collect();
+        assert!(points.len() > 20, "{all:?}");
+        for at in points.iter().copied().step_by(points.len().div_ceil(usize::try_from(rounds(8)).unwrap())) {
+            let hurt = attempt(at);
+            let story = format!("{act:?} at call {at}, {:?}\n{}", hurt.hit, hurt.outcome.report());
+            assert_eq!((hurt.outcome.status, ipv6_state(&container)), (Some(1), before.clone()), "{story}");
+        }
+    }
+    first.del_with(&prev).success();
+}
+
 #[test]
 fn a_killed_add_leaves_nothing_that_del_misses() {
     let (node, _) = bridged(0);
@@ -315,7 +350,7 @@ fn a_killed_add_leaves_nothing_that_del_misses() {
             let read = container.run(&["cat", "/proc/sys/net/ipv6/conf/eth0/accept_ra"]);
             read.ok && read.stdout.trim() == "2"
         });
-        started.signal_group(nix::sys::signal::Signal::SIGKILL);
+        started.signal_group(Signal::SIGKILL);
         drop(started.finish());
         attachment.del().success();
         assert_eq!((container.link("eth0"), node.ports("br0")), (None, vec![]));
