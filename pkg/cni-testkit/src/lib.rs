@@ -13,6 +13,7 @@
 //!   skipped visibly, or fails with `CNI_TEST_REQUIRE=all`.
 //! - [`patience`]: longer deadlines on slow machines.
 //! - [`assert_cost_below`]: compares the CPU time of two functions.
+//! - [`report_errors`]: compares a document of cnitool with its documented JSON Schema.
 //! - [`deviation`]: the known differences of the plugins under test.
 //!
 //! Nothing on the machine itself is changed: namespaces are held by file descriptors, paths to them
@@ -49,6 +50,7 @@ pub use namespace::{in_new_netns, output};
 pub use node::{Container, Node, Ran};
 pub use outcome::{Failure, Outcome};
 pub use patience::{crowd, patience, rounds};
+pub use schema::report_errors;
 pub use skip::{skipped, unprovoked};
 
 use std::path::PathBuf;

@@ -25,6 +25,18 @@ pub(crate) fn result_errors(result: &Value) -> Vec<String> {
     errors(schema, result)
 }
 
+/// Returns why `document` is not what cnitool or cni-install prints for `verb` (`ipam list`) with
+/// `--json`, according to the documentation, or nothing if it is. A document with a `code` is an
+/// error.
+pub fn report_errors(verb: &str, document: &Value) -> Vec<String> {
+    let mut schema: Value =
+        serde_json::from_str(include_str!("../../../docs/cnitool.schema.json")).expect("a schema is JSON");
+    let name = if document.get("code").is_some() { "error".to_owned() } else { verb.replace(' ', "-") };
+    assert!(schema["$defs"][&name].is_object(), "docs/cnitool.schema.json has no schema of {name}");
+    schema["$ref"] = format!("#/$defs/{name}").into();
+    errors(&jsonschema::validator_for(&schema).expect("a schema compiles"), document)
+}
+
 /// Compiles a schema.
 fn compile(text: &str) -> Validator {
     let schema = serde_json::from_str(text).expect("a schema is JSON");
@@ -52,5 +64,10 @@ mod tests {
             Vec::<String>::new()
         );
         assert_ne!(result_errors(&json!({"cniVersion": "1.0.0", "ips": [{"interface": 0}]})), Vec::<String>::new());
+        let link = |mtu| json!({"kind": "interface", "ok": true, "problem": null, "name": "eth0", "mtu": mtu});
+        let of = |fact| json!({"network": "n", "containerID": "c", "ifname": "eth0", "netns": "", "facts": [fact]});
+        let report = |mtu| json!({"attachments": [of(link(mtu))], "leftOver": []});
+        assert_eq!(report_errors("inspect", &report(json!(1500))), Vec::<String>::new());
+        assert_ne!(report_errors("inspect", &report(json!("1500"))), Vec::<String>::new());
     }
 }

@@ -4,9 +4,12 @@
 //! plugins' errors. Without `--json`, results go to stdout and errors to stderr: a line with what
 //! failed and why, then the details. Invalid arguments are always reported on stderr as text.
 
+use std::fmt::Display;
+
 use cni::version::Version;
 use cni::{Code, Error};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
 
 use crate::call::{ColorMode, Exit, Failure, Format, Streams};
 
@@ -65,31 +68,133 @@ pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Err
         .map_err(|error| Error::caused(Code::IO, "failed to write to stdout", error))
 }
 
-/// Writes a report to stdout: the JSON document with `--json`, otherwise the text.
-///
-/// # Errors
-/// Code 5 if stdout cannot be written.
-pub(crate) fn write_report(
-    streams: &mut Streams<'_>,
-    format: Format,
-    json: impl FnOnce() -> Value,
-    text: impl FnOnce(ColorMode) -> String,
-) -> Result<(), Error> {
-    match format {
-        Format::Json => write_json(streams, &json()),
-        Format::Text => {
-            let text = text(streams.stdout_style);
-            write(streams, &text)
+/// The report of a verb: the fields that `--json` prints, for which the documentation has a JSON
+/// Schema, and the text for people. Both are made from the same data.
+pub(crate) struct Report {
+    fields: Map<String, Value>,
+    text: String,
+    style: ColorMode,
+}
+
+impl Report {
+    /// Returns an empty report for these streams.
+    pub(crate) fn new(streams: &Streams<'_>) -> Report {
+        Report { fields: Map::new(), text: String::new(), style: streams.stdout_style }
+    }
+
+    /// Writes the report to stdout.
+    ///
+    /// # Errors
+    /// Code 5 if stdout cannot be written.
+    pub(crate) fn write(&self, streams: &mut Streams<'_>, format: Format) -> Result<(), Error> {
+        match format {
+            Format::Json => write_json(streams, &self.fields),
+            Format::Text => write(streams, &self.text),
         }
     }
+
+    /// Sets a field.
+    pub(crate) fn set(&mut self, key: &str, value: impl Serialize) {
+        self.fields.insert(key.to_owned(), json!(value));
+    }
+
+    /// Adds a line.
+    pub(crate) fn line(&mut self, text: impl Display) {
+        self.text += &format!("{text}\n");
+    }
+
+    /// Adds a line in a colour.
+    pub(crate) fn painted(&mut self, colour: impl Into<Option<Colour>>, text: &str) {
+        let painted = colour.into().map(|colour| paint(self.style, colour, text));
+        self.line(painted.as_deref().unwrap_or(text));
+    }
+
+    /// Adds a line about an object or a check. A problem is red and begins with a `!`.
+    pub(crate) fn fact(&mut self, is_problem: bool, label: &str, text: &str) {
+        let (sign, colour) = if is_problem { ('!', Some(Colour::Red)) } else { (' ', None) };
+        self.painted(colour, format!("{sign} {label:<12} {text}").trim_end());
+    }
+
+    /// Sets a field to a list of objects, and adds a table with one row for each object, or the
+    /// line `none` if there is no object. `columns` are the fields that the table has, and `colour`
+    /// returns the highlighting of an object.
+    pub(crate) fn table(
+        &mut self,
+        key: &str,
+        columns: &[&str],
+        objects: Vec<Value>,
+        colour: impl Fn(&Value) -> Option<Colour>,
+        none: &str,
+    ) {
+        let header: Vec<String> =
+            columns.iter().map(|column| words(column.trim_end_matches("Seconds")).to_uppercase()).collect();
+        let cells = |object: &Value| columns.iter().map(|column| cell(column, &object[*column])).collect();
+        let rows: Vec<Vec<String>> = objects.iter().map(cells).collect();
+        let lines = std::iter::once((&header, None)).chain(rows.iter().zip(objects.iter().map(colour)));
+        // A column without a value is left out.
+        let width = |index: usize| match rows.iter().map(|row| row[index].chars().count()).max() {
+            Some(0) | None => 0,
+            Some(width) => width.max(header[index].len()),
+        };
+        let widths: Vec<usize> = (0..columns.len()).map(width).collect();
+        for (row, colour) in lines.filter(|_| !rows.is_empty()) {
+            let shown = row.iter().zip(&widths).filter(|(_, width)| **width > 0);
+            let shown: Vec<String> = shown.map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
+            self.painted(colour, shown.join("  ").trim_end());
+        }
+        if rows.is_empty() {
+            self.line(none);
+        }
+        self.set(key, objects);
+    }
+
+    /// Returns a text in a colour, for a part of a line.
+    pub(crate) fn part(&self, colour: Colour, text: &str) -> String {
+        paint(self.style, colour, text)
+    }
+}
+
+/// Returns the words of a field's name: `vlan filtering` for `vlanFiltering`.
+pub(crate) fn words(name: &str) -> String {
+    let spaced = name.replace("ID", "Id").chars().fold(String::new(), |text, c| match c.is_uppercase() {
+        true => format!("{text} {}", c.to_ascii_lowercase()),
+        false => format!("{text}{c}"),
+    });
+    spaced.trim_start().to_owned()
+}
+
+/// Returns the text of a field's value in a table.
+pub(crate) fn cell(column: &str, value: &Value) -> String {
+    match value {
+        Value::Null | Value::Bool(false) => String::new(),
+        Value::Bool(true) => "yes".to_owned(),
+        Value::String(text) => text.replace('\n', "\\n"),
+        Value::Array(items) => items.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(","),
+        Value::Number(seconds) if column.ends_with("Seconds") => seconds.as_u64().map_or_else(String::new, age_text),
+        other => other.to_string(),
+    }
+}
+
+/// Returns seconds as text, such as `3 d`, in the largest unit that gives at least 2.
+fn age_text(seconds: u64) -> String {
+    const UNITS: [(u64, &str); 3] = [(86_400, "d"), (3_600, "h"), (60, "min")];
+    let unit = UNITS.iter().find(|(unit, _)| seconds >= 2 * unit);
+    unit.map_or_else(|| format!("{seconds} s"), |(unit, name)| format!("{} {name}", seconds / unit))
+}
+
+/// Returns a number and the noun in the singular or with an `s`: `1 error`, `2 errors`.
+pub(crate) fn counted(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Writes a JSON document to stdout.
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
-pub(crate) fn write_json(streams: &mut Streams<'_>, value: &Value) -> Result<(), Error> {
-    write_raw(streams, &format!("{value:#}\n"))
+pub(crate) fn write_json(streams: &mut Streams<'_>, value: &impl Serialize) -> Result<(), Error> {
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|error| Error::caused(Code::INTERNAL, "failed to encode the result", error))?;
+    write_raw(streams, &format!("{text}\n"))
 }
 
 /// The highlighting of a line.
@@ -121,28 +226,22 @@ impl Colour {
 }
 
 /// Returns a text with the escape sequences of a colour, if `style` has colours.
-pub(crate) fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
+fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
     match style {
         ColorMode::Plain => text.to_owned(),
         ColorMode::Coloured => format!("{}{text}{RESET}", colour.sequence()),
     }
 }
 
-/// A row of a table, and its highlighting.
-pub(crate) type Row = (Vec<String>, Option<Colour>);
-
-/// Formats a table with aligned columns.
-pub(crate) fn table(header: &[&str], rows: Vec<Row>, style: ColorMode) -> String {
-    let header: Row = (header.iter().map(ToString::to_string).collect(), None);
-    let rows: Vec<Row> = std::iter::once(header).chain(rows).collect();
-    let width = |column: usize| rows.iter().map(|(cells, _)| cells[column].chars().count()).max().unwrap_or_default();
-    let widths: Vec<usize> = (0..rows[0].0.len()).map(width).collect();
-    let line = |(cells, colour): &Row| {
-        let cells = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width));
-        let line = cells.collect::<Vec<_>>().join("  ").trim_end().to_owned();
-        colour.map_or_else(|| line.clone(), |colour| paint(style, colour, &line)) + "\n"
-    };
-    rows.iter().map(line).collect()
+/// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
+/// distance from `name` is greater than 1 plus a quarter of the length of `name`.
+pub(crate) fn did_you_mean(name: &str, known: &[&str]) -> String {
+    let lower = name.to_ascii_lowercase();
+    let closest = known.iter().map(|other| (strsim::osa_distance(&lower, &other.to_ascii_lowercase()), *other)).min();
+    match closest {
+        Some((distance, other)) if distance <= 1 + name.len() / 4 => format!("; did you mean {other:?}?"),
+        _ => String::new(),
+    }
 }
 
 /// Prints the error, or the help that was requested. Returns the exit code.

@@ -10,16 +10,16 @@ use clap::{Args, Subcommand};
 use cni::config::NetConf;
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Environment, RestoreMode};
-use cni::{Error, Result};
+use cni::{AttachmentId, Result};
 use cni_linux::{Netlink, Netns};
 use libcni::cache::{Entry, Listing};
 use libcni::{Cache, NetworkList};
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use crate::call::{Call, ColorMode, Exit, Format, Shared, Streams};
+use crate::call::{Call, Exit, Format, Shared, Streams};
 use crate::node::attachments::find_host_end;
 use crate::node::{plugins_of_type, result_of};
-use crate::report::{Colour, error_json, paint, write_report};
+use crate::report::{Colour, Report, counted};
 use crate::target::NetnsPresence;
 use crate::{help, plugins};
 
@@ -49,74 +49,80 @@ struct Restore {
 }
 
 /// The outcome for one attachment.
-enum AttachmentOutcome {
-    /// The attachment is gone, for this reason.
-    Skipped(String),
-    /// It could not be proved that the attachment is in use, for this reason.
-    Unproven(String),
-    /// Its rules could not be compared.
-    Failed(Error),
-    /// The type of each plugin that has rules or is of another project, and the outcome for its
-    /// rules.
-    Plugins(Vec<(String, PluginOutcome)>),
+#[derive(Serialize)]
+struct AttachmentOutcome {
+    network: String,
+    #[serde(rename = "containerID")]
+    container_id: String,
+    ifname: String,
+    outcome: Outcome,
+    /// The reason if it was not examined.
+    why: Option<String>,
+    /// The plugins that have rules or are of another project.
+    plugins: Vec<PluginOutcome>,
 }
 
 /// The outcome for the rules of one plugin.
-enum PluginOutcome {
+#[derive(Serialize)]
+struct PluginOutcome {
+    r#type: String,
+    outcome: Outcome,
+    /// A sentence about each missing or restored rule, or the reason.
+    why: Vec<String>,
+}
+
+/// What happened to rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+enum Outcome {
     /// No rule was missing.
     Complete,
-    /// These rules are missing.
-    Missing(Vec<String>),
-    /// These rules were missing and have been written.
-    Restored(Vec<String>),
+    /// Rules are missing.
+    Missing,
+    /// Rules were missing and have been written.
+    Restored,
     /// The rules could not be compared or written.
-    Failed(Error),
-    /// It is a plugin of another project, which cannot be asked for its rules.
+    Failed,
+    /// The plugin is of another project and cannot be asked for its rules.
     NotExamined,
+    /// The attachment is gone.
+    Skipped,
+    /// It could not be proved that the attachment is in use.
+    NotRestored,
+}
+
+impl Outcome {
+    /// Returns the words for people.
+    fn words(self) -> &'static str {
+        match self {
+            Outcome::Complete => "complete",
+            Outcome::Missing => "missing",
+            Outcome::Restored => "restored",
+            Outcome::Failed => "failed",
+            Outcome::NotExamined => "not examined",
+            Outcome::Skipped => "skipped",
+            Outcome::NotRestored => "not restored",
+        }
+    }
+
+    /// Whether rules may be missing.
+    fn is_problem(self) -> bool {
+        matches!(self, Outcome::Missing | Outcome::Failed | Outcome::NotRestored)
+    }
 }
 
 impl AttachmentOutcome {
-    /// Returns the words by which reports count the attachment, or `None` if it lacked nothing.
-    fn state(&self) -> Option<&'static str> {
-        match self {
-            AttachmentOutcome::Skipped(_) => Some("skipped"),
-            AttachmentOutcome::Unproven(_) => Some("not restored"),
-            AttachmentOutcome::Failed(_) => Some("failed"),
-            AttachmentOutcome::Plugins(plugins) => {
-                let has = |word| plugins.iter().any(|(_, plugin)| plugin.describe().0 == word);
-                let lacked_rules = || (has("missing") || has("restored")).then_some("lacked rules");
-                if has("failed") { Some("failed") } else { lacked_rules() }
-            }
-        }
+    /// Returns the outcome for the attachment of a cache entry.
+    fn new(entry: &Entry, outcome: Outcome, why: Option<String>, plugins: Vec<PluginOutcome>) -> AttachmentOutcome {
+        let AttachmentId { network, container_id, ifname } = entry.id();
+        AttachmentOutcome { network, container_id, ifname, outcome, why, plugins }
     }
 
-    /// Returns the lines for people.
-    fn lines(&self, style: ColorMode) -> String {
-        let of_attachment = |why: &str| line("", self.state().unwrap_or_default(), &[why.to_owned()], style);
-        match self {
-            AttachmentOutcome::Skipped(why) | AttachmentOutcome::Unproven(why) => of_attachment(why),
-            AttachmentOutcome::Failed(error) => of_attachment(&error.to_string()),
-            AttachmentOutcome::Plugins(plugins) => {
-                let of_plugin = |(kind, plugin): &(String, PluginOutcome)| {
-                    let (word, sentences) = plugin.describe();
-                    line(&format!("{kind:<12} "), word, &sentences, style)
-                };
-                plugins.iter().map(of_plugin).collect()
-            }
-        }
-    }
-}
-
-impl PluginOutcome {
-    /// Returns the outcome's word for reports, and a sentence about each rule or the reason.
-    fn describe(&self) -> (&'static str, Vec<String>) {
-        match self {
-            PluginOutcome::Complete => ("complete", Vec::new()),
-            PluginOutcome::Missing(missing) => ("missing", missing.clone()),
-            PluginOutcome::Restored(missing) => ("restored", missing.clone()),
-            PluginOutcome::Failed(error) => ("failed", vec![error.to_string()]),
-            PluginOutcome::NotExamined => ("not examined", vec!["a plugin of another project".into()]),
-        }
+    /// Combines the outcomes of the plugins: the first of these that one of them has.
+    fn combined(entry: &Entry, plugins: Vec<PluginOutcome>) -> AttachmentOutcome {
+        let has = |outcome: &Outcome| plugins.iter().any(|plugin| plugin.outcome == *outcome);
+        let outcome = [Outcome::Failed, Outcome::Missing, Outcome::Restored].into_iter().find(has);
+        AttachmentOutcome::new(entry, outcome.unwrap_or(Outcome::Complete), None, plugins)
     }
 }
 
@@ -134,25 +140,40 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
         Some(network) => cache.list(network)?,
         None => cache.list_all()?,
     };
-    let mut outcomes: Vec<(Entry, AttachmentOutcome)> = Vec::new();
-    for entry in entries {
-        let outcome = restore_attachment(&entry, &cache, args.dry_run, call, &streams.notes);
-        outcomes.push((entry, outcome.unwrap_or_else(AttachmentOutcome::Failed)));
-    }
-    let is_incomplete = |(_, outcome): &(Entry, AttachmentOutcome)| match outcome {
-        AttachmentOutcome::Skipped(_) => false,
-        AttachmentOutcome::Unproven(_) | AttachmentOutcome::Failed(_) => true,
-        AttachmentOutcome::Plugins(plugins) => {
-            plugins.iter().any(|(_, plugin)| matches!(plugin, PluginOutcome::Failed(_) | PluginOutcome::Missing(_)))
-        }
+    let restore = |entry: &Entry| {
+        let outcome = restore_attachment(entry, &cache, args.dry_run, call, &streams.notes);
+        outcome
+            .unwrap_or_else(|error| AttachmentOutcome::new(entry, Outcome::Failed, Some(error.to_string()), Vec::new()))
     };
-    let exit = if outcomes.iter().any(is_incomplete) || !problems.is_empty() { Exit::Failed } else { Exit::Done };
+    let attachments: Vec<AttachmentOutcome> = entries.iter().map(restore).collect();
+    let mut report = Report::new(streams);
+    let add = |report: &mut Report, label: &str, outcome: Outcome, why: &[String]| {
+        let details = if why.is_empty() { String::new() } else { format!(": {}", why.join("; ")) };
+        report.fact(outcome.is_problem(), label, &format!("{}{details}", outcome.words()));
+    };
+    for AttachmentOutcome { network, container_id, ifname, outcome, why, plugins } in &attachments {
+        report.painted(Colour::Bold, &format!("{network} {container_id} {ifname}"));
+        why.iter().for_each(|why| add(&mut report, "attachment", *outcome, std::slice::from_ref(why)));
+        plugins.iter().for_each(|plugin| add(&mut report, &plugin.r#type, plugin.outcome, &plugin.why));
+    }
+    let count = |wanted: &[Outcome]| attachments.iter().filter(|one| wanted.contains(&one.outcome)).count();
+    let (lacking, skipped) = (count(&[Outcome::Missing, Outcome::Restored]), count(&[Outcome::Skipped]));
+    let mut summary =
+        format!("{}: {lacking} lacked rules, {skipped} skipped", counted(attachments.len(), "attachment"));
+    for outcome in [Outcome::NotRestored, Outcome::Failed].into_iter().filter(|outcome| count(&[*outcome]) > 0) {
+        summary += &format!(", {} {}", count(&[outcome]), outcome.words());
+    }
+    report.line(format_args!("{summary}."));
     if shared.format() == Format::Text {
         problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
     }
-    let json = || as_json(&outcomes, &problems, args.dry_run);
-    write_report(streams, shared.format(), json, |style| as_text(&outcomes, style))?;
-    Ok(exit)
+    // True without `--dry-run`, even if no rule was missing.
+    report.set("changed", !args.dry_run);
+    report.set("attachments", &attachments);
+    report.set("problems", &problems);
+    report.write(streams, shared.format())?;
+    let is_incomplete = attachments.iter().any(|one| one.outcome.is_problem()) || !problems.is_empty();
+    Ok(if is_incomplete { Exit::Failed } else { Exit::Done })
 }
 
 /// Restores the rules of one attachment or, in a dry run, only compares them. An
@@ -179,20 +200,17 @@ fn restore_attachment(
     let (mut outcomes, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
-        let Some(found) = plugins::find(&kind) else {
-            outcomes.push((kind, PluginOutcome::NotExamined));
-            continue;
-        };
         let mode = if dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
-        let outcome = match found.restore_rules(plugin_call, mode) {
+        let (outcome, why) = match plugins::find(&kind).map(|found| found.restore_rules(plugin_call, mode)) {
+            None => (Outcome::NotExamined, vec!["a plugin of another project".to_owned()]),
             // The plugin has no rules.
-            Ok(None) => continue,
-            Ok(Some(missing)) if missing.is_empty() => PluginOutcome::Complete,
-            Ok(Some(missing)) if dry_run => PluginOutcome::Missing(missing),
-            Ok(Some(missing)) => PluginOutcome::Restored(missing),
-            Err(error) => PluginOutcome::Failed(error),
+            Some(Ok(None)) => continue,
+            Some(Ok(Some(missing))) if missing.is_empty() => (Outcome::Complete, missing),
+            Some(Ok(Some(missing))) if dry_run => (Outcome::Missing, missing),
+            Some(Ok(Some(missing))) => (Outcome::Restored, missing),
+            Some(Err(error)) => (Outcome::Failed, vec![error.to_string()]),
         };
-        outcomes.push((kind, outcome));
+        outcomes.push(PluginOutcome { r#type: kind, outcome, why });
     }
     // If DEL ran during the call, it may have ended before the rules were written.
     let is_detached =
@@ -201,12 +219,12 @@ fn restore_attachment(
     if let Ok(true) = detached {
         drop(rollback);
         let why = "it was detached during the call; its rules have been removed again".to_owned();
-        return Ok(AttachmentOutcome::Skipped(why));
+        return Ok(AttachmentOutcome::new(entry, Outcome::Skipped, Some(why), Vec::new()));
     }
     // The rules of an attachment that may be in use stay.
     rollback.commit();
     detached?;
-    Ok(AttachmentOutcome::Plugins(outcomes))
+    Ok(AttachmentOutcome::combined(entry, outcomes))
 }
 
 /// Returns a sentence for each rule of the plugins of the type `kind` that the attachment lacks, as
@@ -256,8 +274,8 @@ fn plugin_calls<'c>(
     list.plugins().iter().map(plugin_call).collect()
 }
 
-/// Returns `None` if the attachment is in use, otherwise the outcome [`AttachmentOutcome::Skipped`]
-/// or [`AttachmentOutcome::Unproven`]: its rules could match packets of another container.
+/// Returns `None` if the attachment is in use, otherwise the outcome [`Outcome::Skipped`]
+/// or [`Outcome::NotRestored`]: its rules could match packets of another container.
 ///
 /// The attachments of bridge and ptp have an end on the host, which disappears together with the
 /// container's. What the container changes in its namespace, such as the name or the MAC of its
@@ -270,8 +288,9 @@ fn plugin_calls<'c>(
 /// The kernel's error if the links of the host, the namespace or its links cannot be read; code 6
 /// if the result cannot be decoded.
 fn outcome_if_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<AttachmentOutcome>> {
-    let skipped = |why| Ok(Some(AttachmentOutcome::Skipped(why)));
-    let unproven = |why| Ok(Some(AttachmentOutcome::Unproven(why)));
+    let outcome = |outcome, why| Ok(Some(AttachmentOutcome::new(entry, outcome, Some(why), Vec::new())));
+    let skipped = |why| outcome(Outcome::Skipped, why);
+    let unproven = |why| outcome(Outcome::NotRestored, why);
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     let host = Netlink::open()?;
     let container_interface = entry.container_interface()?;
@@ -322,55 +341,4 @@ fn environment(entry: &Entry) -> Environment {
         ]
         .map(|(name, value)| (name.into(), value.into())),
     )
-}
-
-/// Returns the report for people.
-fn as_text(outcomes: &[(Entry, AttachmentOutcome)], style: ColorMode) -> String {
-    let mut text = String::new();
-    for (entry, outcome) in outcomes {
-        let key = entry.id();
-        let name = format!("{} {} {}", key.network, key.container_id, key.ifname);
-        text += &format!("{}\n{}", paint(style, Colour::Bold, &name), outcome.lines(style));
-    }
-    let count = |state| outcomes.iter().filter(|(_, outcome)| outcome.state() == Some(state)).count();
-    let plural = if outcomes.len() == 1 { "attachment" } else { "attachments" };
-    let (lacking, skipped) = (count("lacked rules"), count("skipped"));
-    text += &format!("{} {plural}: {lacking} lacked rules, {skipped} skipped", outcomes.len());
-    for state in ["not restored", "failed"].into_iter().filter(|state| count(state) > 0) {
-        text += &format!(", {} {state}", count(state));
-    }
-    text + ".\n"
-}
-
-/// Returns the line about a plugin or, without `prefix`, about the whole attachment.
-fn line(prefix: &str, word: &str, sentences: &[String], style: ColorMode) -> String {
-    let is_problem = ["missing", "not restored", "failed"].contains(&word);
-    let sign = if is_problem { '!' } else { ' ' };
-    let details = if sentences.is_empty() { String::new() } else { format!(": {}", sentences.join("; ")) };
-    let line = format!("{sign} {prefix}{word}{details}");
-    let painted = if is_problem { paint(style, Colour::Red, &line) } else { line };
-    painted + "\n"
-}
-
-/// Returns the report for `--json`.
-fn as_json(outcomes: &[(Entry, AttachmentOutcome)], problems: &[String], dry_run: bool) -> Value {
-    // `why` has the missing or restored rules, or the error.
-    let plugin_json = |(kind, outcome): &(String, PluginOutcome)| {
-        let (word, why) = outcome.describe();
-        json!({"type": kind, "outcome": word, "why": why})
-    };
-    let attachment_json = |(entry, outcome): &(Entry, AttachmentOutcome)| {
-        let key = entry.id();
-        let mut value = json!({"network": key.network, "containerID": key.container_id, "ifname": key.ifname});
-        match outcome {
-            AttachmentOutcome::Skipped(why) => value["skipped"] = why.as_str().into(),
-            AttachmentOutcome::Unproven(why) => value["notRestored"] = why.as_str().into(),
-            AttachmentOutcome::Failed(error) => value["error"] = error_json(error),
-            AttachmentOutcome::Plugins(plugins) => value["plugins"] = plugins.iter().map(plugin_json).collect(),
-        }
-        value
-    };
-    let attachments: Vec<Value> = outcomes.iter().map(attachment_json).collect();
-    // `changed` is true without `--dry-run`, even if no rule was missing.
-    json!({"changed": !dry_run, "attachments": attachments, "problems": problems})
 }

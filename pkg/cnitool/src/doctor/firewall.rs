@@ -163,23 +163,25 @@ pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
 /// of bridges.
 fn check_chain(chain: &DroppingChain, bridges: &[BridgeNames], outcome: &mut CheckOutcome) {
     let DroppingChain { name, rules, insertion } = chain;
-    if let Some(what) = dropped_host_ports(name, bridges, rules) {
+    let object = format!("chain {name}");
+    if let Some(problem) = dropped_host_ports(bridges, rules) {
         match insertion {
-            Some(insertion) => outcome.add_problem(what, insertion.accept_redirected()),
-            None => outcome.add_problem_with_advice(what, "add a rule that accepts redirected connections"),
+            Some(insertion) => outcome.add_problem(&object, problem, insertion.accept_redirected()),
+            None => outcome.add_problem_with_advice(&object, problem, "add a rule that accepts redirected connections"),
         }
     }
     for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(rules)) {
-        let what = format!(
-            "chain {name} drops forwarded packets, and no rule of the table mentions {bridge}: its containers cannot \
-             reach other networks"
+        let problem = format!(
+            "drops forwarded packets, and no rule of the table mentions {bridge}: its containers cannot reach other networks"
         );
         match insertion {
             Some(insertion) if is_safe_in_command(bridge) => {
-                outcome.add_problem(what, insertion.accept_bridge(bridge));
+                outcome.add_problem(&object, problem, insertion.accept_bridge(bridge));
             }
-            _ => outcome
-                .add_problem_with_advice(what, "add rules that accept packets that enter or leave through this bridge"),
+            _ => {
+                let advice = "add rules that accept packets that enter or leave through this bridge";
+                outcome.add_problem_with_advice(&object, problem, advice);
+            }
         }
     }
 }
@@ -234,7 +236,7 @@ fn add_dropping_legacy_chains(context: &Context<'_, '_>, chains: &mut Vec<Droppi
 /// Describes that a chain with the policy drop drops new connections to the host ports of
 /// containers, and returns `None` if it does not. `rules` are those of the chain's table. Bridges
 /// that no rule mentions are left out, because the finding about them says more.
-fn dropped_host_ports(chain: &str, bridges: &[BridgeNames], rules: &str) -> Option<String> {
+fn dropped_host_ports(bridges: &[BridgeNames], rules: &str) -> Option<String> {
     let is_affected = |names: &&BridgeNames| {
         names.has_host_ports && names.is_mentioned_in(rules) && !names.has_host_ports_accepted_in(rules)
     };
@@ -243,7 +245,7 @@ fn dropped_host_ports(chain: &str, bridges: &[BridgeNames], rules: &str) -> Opti
         return None;
     }
     Some(format!(
-        "chain {chain} drops new connections to the host ports of containers on {}: no rule of the table accepts them",
+        "drops new connections to the host ports of containers on {}: no rule of the table accepts them",
         affected.join(", ")
     ))
 }
@@ -283,8 +285,12 @@ pub(super) fn bridge_netfilter(policy: &CheckOutcome) -> CheckOutcome {
         None => outcome
             .with_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if !policy.findings.is_empty() => {
-            let what = "net.bridge.bridge-nf-call-iptables is 1, so the policy above also drops packets between containers of one bridge";
-            outcome.add_problem(what, "sysctl -w net.bridge.bridge-nf-call-iptables=0");
+            let problem = "is 1, so the policy above also drops packets between containers of one bridge";
+            outcome.add_problem(
+                "net.bridge.bridge-nf-call-iptables",
+                problem,
+                "sysctl -w net.bridge.bridge-nf-call-iptables=0",
+            );
             outcome
         }
         Some("1") => {
@@ -311,8 +317,8 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
         let legacy = if legacy_tables.trim().is_empty() { 0 } else { count_rules("legacy") };
         let nft = count_rules("nft");
         if legacy > 0 && nft > 0 {
-            let what = format!(
-                "{program}-legacy has {legacy} rules and {program}-nft has {nft}: each shows only its own rules, but packets pass both"
+            let problem = format!(
+                "has {legacy} rules and {program}-nft has {nft}: each shows only its own rules, but packets pass both"
             );
             // A command would be dangerous: an emptied chain keeps its policy, which may drop
             // everything, and it is not known which rules are still needed.
@@ -321,7 +327,7 @@ pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
                  its old rules; before you empty a chain of {program}-legacy, set its policy to ACCEPT ({program}-legacy -S \
                  shows it), or the node may become unreachable"
             );
-            outcome.add_problem_with_advice(what, advice);
+            outcome.add_problem_with_advice(format!("{program}-legacy"), problem, advice);
         }
         if legacy > 0 {
             variants_with_rules.push(format!("{program}-legacy"));
@@ -352,11 +358,11 @@ fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
         Some((count, max)) => {
             let percent = count.saturating_mul(100) / max;
             if percent >= 80 {
-                let what = format!(
-                    "{count} of {max} possible connections are tracked ({percent}%): beyond the limit, packets of new connections are dropped"
-                );
-                outcome
-                    .add_problem(what, format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2)));
+                let object = format!("{count} of {max} possible connections");
+                let problem =
+                    format!("are tracked ({percent}%): beyond the limit, packets of new connections are dropped");
+                let command = format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2));
+                outcome.add_problem(object, problem, command);
             }
             outcome.with_summary(format!("{count} of {max} connections ({percent}%)"))
         }
@@ -366,7 +372,6 @@ fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Fix;
     use super::*;
     use serde_json::json;
 
@@ -379,8 +384,7 @@ mod tests {
             assert_eq!(!seen.findings.is_empty(), found, "{fill:?}");
         }
         let seen = judge_conntrack(Some((900, 1000)));
-        let Fix::Command(command) = &seen.findings[0].fix else { panic!("no command") };
-        assert_eq!(command, "sysctl -w net.netfilter.nf_conntrack_max=2000");
+        assert_eq!(seen.findings[0].command.as_deref().unwrap(), "sysctl -w net.netfilter.nf_conntrack_max=2000");
     }
 
     #[test]

@@ -11,47 +11,51 @@ use cni::Error;
 use cni::rollback::Notes;
 use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use crate::call::{Call, ColorMode, Exit, Shared, Streams, Variables};
-use crate::inspect::{AttachmentReport, Fact, Verdict};
+use crate::call::{Call, Exit, Shared, Streams, Variables};
+use crate::inspect::{AttachmentReport, Fact};
 use crate::node::leftovers::{self, quoted};
 use crate::node::snapshot::Snapshot;
 use crate::node::{self, bridges_of, is_true, plugins_in};
-use crate::report::{Colour, paint, write_report};
+use crate::report::Report;
 use crate::target::NetnsPresence;
 
-/// A problem of the node.
+/// A problem of one or more objects of the node.
+#[derive(Serialize)]
 pub(crate) struct Finding {
     /// The check that found it.
     check: &'static str,
-    /// The problem and its effect.
+    severity: &'static str,
+    /// The objects that have the problem.
+    objects: Vec<String>,
+    /// The problem of the first object, and its effect.
     what: String,
-    fix: Fix,
-}
-
-/// The repair of a problem.
-#[derive(PartialEq, Eq)]
-pub(crate) enum Fix {
-    /// A shell command.
-    Command(String),
-    /// Advice in words, if no command is safe or right for every node.
-    Advice(String),
+    /// Its kind. Findings with the same problem are one finding.
+    #[serde(skip)]
+    problem: String,
+    /// The shell command that repairs it for all objects.
+    command: Option<String>,
+    /// What to do, if no command is safe or right for every node.
+    advice: Option<String>,
 }
 
 /// The outcome of one check.
+#[derive(Serialize)]
 pub(crate) struct CheckOutcome {
     check: &'static str,
+    #[serde(skip)]
     findings: Vec<Finding>,
     /// The text that is printed if there are no findings: what is in order, or why the check was
     /// incomplete.
+    #[serde(rename = "what")]
     summary: String,
 }
 
 impl CheckOutcome {
-    /// Returns the name of the check, and its number of findings.
+    /// Returns the name of the check, and its number of objects with a problem.
     pub(crate) fn count(&self) -> (&'static str, usize) {
-        (self.check, self.findings.len())
+        (self.check, self.findings.iter().map(|finding| finding.objects.len()).sum())
     }
 
     /// Returns the severity of the check's findings: a `warning` is about something that will keep
@@ -68,19 +72,40 @@ impl CheckOutcome {
         CheckOutcome { check, findings: Vec::new(), summary: String::new() }
     }
 
-    /// Adds a finding with the command that fixes it.
-    fn add_problem(&mut self, what: impl Into<String>, command: impl Into<String>) {
-        self.push(what.into(), Fix::Command(command.into()));
+    /// Adds a problem of an object, with the command that fixes it.
+    fn add_problem(&mut self, object: impl Into<String>, problem: impl Into<String>, command: impl Into<String>) {
+        let (object, problem) = (object.into(), problem.into());
+        self.push(&format!("{object} {problem}"), object, problem, Some(command.into()), None);
     }
 
-    /// Adds a finding with advice in words.
-    fn add_problem_with_advice(&mut self, what: impl Into<String>, advice: impl Into<String>) {
-        self.push(what.into(), Fix::Advice(advice.into()));
+    /// Adds a problem of an object, with advice in words.
+    fn add_problem_with_advice(
+        &mut self,
+        object: impl Into<String>,
+        problem: impl Into<String>,
+        advice: impl Into<String>,
+    ) {
+        let (object, problem) = (object.into(), problem.into());
+        self.push(&format!("{object} {problem}"), object, problem, None, Some(advice.into()));
     }
 
-    /// Adds a finding.
-    fn push(&mut self, what: String, fix: Fix) {
-        self.findings.push(Finding { check: self.check, what, fix });
+    /// Adds an object to the finding about the same problem, or adds a finding with the text
+    /// `what`.
+    fn push(&mut self, what: &str, object: String, problem: String, command: Option<String>, advice: Option<String>) {
+        let Some(known) = self.findings.iter_mut().find(|known| known.problem == problem && known.advice == advice)
+        else {
+            let (check, severity, what) = (self.check, self.severity(), what.to_owned());
+            self.findings.push(Finding { check, severity, objects: vec![object], what, problem, command, advice });
+            return;
+        };
+        if let (Some(commands), Some(command)) = (&mut known.command, command)
+            && !commands.split("; ").any(|other| other == command)
+        {
+            *commands += &format!("; {command}");
+        }
+        if !known.objects.contains(&object) {
+            known.objects.push(object);
+        }
     }
 
     /// Sets the text that is printed if there are no findings.
@@ -109,9 +134,31 @@ struct Context<'a, 'm> {
 /// - Code 5 if a folder cannot be read or stdout cannot be written.
 pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let (outcomes, _) = examine(Extent::All, shared, call, &streams.notes)?;
-    let count = outcomes.iter().map(|outcome| outcome.findings.len()).sum::<usize>();
-    write_report(streams, shared.format(), || as_json(&outcomes), |style| as_text(&outcomes, count, style))?;
-    Ok(if count == 0 { Exit::Done } else { Exit::Failed })
+    let (well, bad): (Vec<CheckOutcome>, _) = outcomes.into_iter().partition(|outcome| outcome.findings.is_empty());
+    let findings: Vec<Finding> = bad.into_iter().flat_map(|outcome| outcome.findings).collect();
+    let mut report = Report::new(streams);
+    well.iter().for_each(|outcome| report.fact(false, outcome.check, &outcome.summary));
+    for Finding { check, objects, what, command, advice, .. } in &findings {
+        let others: Vec<&str> = objects.iter().skip(1).take(3).map(String::as_str).collect();
+        let others = match objects.len() - 1 {
+            0 => String::new(),
+            count => format!(" ({count} more: {})", others.join(", ")),
+        };
+        report.fact(true, check, &format!("{what}{others}"));
+        let fix = command.as_ref().map(|command| format!("fix: {command}"));
+        let advice = || format!("what to do: {}", advice.as_deref().unwrap_or_default());
+        report.line(format_args!("{:15}{}", "", fix.unwrap_or_else(advice)));
+    }
+    report.line(match findings.len() {
+        0 => "Nothing wrong was found.".to_owned(),
+        1 => "1 thing is wrong.".to_owned(),
+        count => format!("{count} things are wrong."),
+    });
+    report.set("findings", &findings);
+    // Also the incomplete checks.
+    report.set("well", well);
+    report.write(streams, shared.format())?;
+    Ok(if findings.is_empty() { Exit::Done } else { Exit::Failed })
 }
 
 /// Which checks are run.
@@ -166,45 +213,6 @@ pub(crate) fn examine(
     Ok((outcomes, context.snapshot))
 }
 
-/// Returns the report for `--json`.
-fn as_json(outcomes: &[CheckOutcome]) -> Value {
-    let finding_json = |finding: &Finding| {
-        let (command, advice) = match &finding.fix {
-            Fix::Command(command) => (Some(command), None),
-            Fix::Advice(advice) => (None, Some(advice)),
-        };
-        json!({"check": finding.check, "what": finding.what, "command": command, "advice": advice})
-    };
-    let findings: Vec<Value> = outcomes.iter().flat_map(|outcome| &outcome.findings).map(finding_json).collect();
-    // `well` also has the checks without findings that were incomplete.
-    let well = outcomes.iter().filter(|outcome| outcome.findings.is_empty());
-    let well: Vec<Value> = well.map(|outcome| json!({"check": outcome.check, "what": outcome.summary})).collect();
-    json!({"findings": findings, "well": well})
-}
-
-/// Returns the report for people: the checks without findings, then the findings, of which there
-/// are `count`.
-fn as_text(outcomes: &[CheckOutcome], count: usize, style: ColorMode) -> String {
-    let mut text = String::new();
-    for outcome in outcomes.iter().filter(|outcome| outcome.findings.is_empty()) {
-        text += &format!("  {:<14} {}\n", outcome.check, outcome.summary);
-    }
-    for finding in outcomes.iter().flat_map(|outcome| &outcome.findings) {
-        let line = format!("! {:<14} {}", finding.check, finding.what);
-        let fix = match &finding.fix {
-            Fix::Command(command) => format!("fix: {command}"),
-            Fix::Advice(advice) => format!("what to do: {advice}"),
-        };
-        text += &format!("{}\n                 {fix}\n", paint(style, Colour::Red, &line));
-    }
-    text += &match count {
-        0 => "Nothing wrong was found.\n".to_owned(),
-        1 => "1 thing is wrong.\n".to_owned(),
-        count => format!("{count} things are wrong.\n"),
-    };
-    text
-}
-
 /// Checks that each cached attachment agrees with its result and configuration, as `inspect` does.
 /// Checks only attachments whose namespace certainly exists: if it is gone, `left_over` reports the
 /// attachment.
@@ -215,15 +223,15 @@ fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
             continue;
         }
         let report = AttachmentReport::new(&context.snapshot, entry, context.call);
-        let differing: Vec<&Fact> = report.facts.iter().filter(|fact| fact.verdict == Verdict::Differs).collect();
+        let differing: Vec<&Fact> = report.facts.iter().filter(|fact| fact.problem.is_some()).collect();
         if differing.is_empty() {
             continue;
         }
-        let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.kind, fact.text)).collect();
-        let what = format!("{}: {}", report.name, texts.join("; "));
+        let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.kind, fact.text())).collect();
+        let (object, problem) = (format!("{}:", report.name()), texts.join("; "));
         match differing.iter().all(|fact| fact.is_rule()) {
-            true => outcome.add_problem(what, format!("cnitool rules restore {}", quoted(&report.network))),
-            false => outcome.add_problem_with_advice(what, RECREATE_ADVICE),
+            true => outcome.add_problem(object, problem, format!("cnitool rules restore {}", quoted(&report.network))),
+            false => outcome.add_problem_with_advice(object, problem, RECREATE_ADVICE),
         }
     }
     outcome.with_summary("every attachment agrees with its result and its configuration")
@@ -236,7 +244,18 @@ const RECREATE_ADVICE: &str = "delete the container and create it again: only it
 fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("left over");
     for leftover in leftovers::list(&context.snapshot, context.call) {
-        outcome.add_problem(format!("{} {}: {}", leftover.kind, leftover.what, leftover.why), leftover.command);
+        let (kind, object) = (leftover.kind, leftover.text());
+        let what = format!("{kind} {object}: {}", leftover.reason);
+        outcome.push(&what, object, kind.to_owned(), Some(leftover.command), None);
+    }
+    // A command for each of many objects would be hard to read.
+    for finding in outcome.findings.iter_mut().filter(|finding| finding.objects.len() > 3) {
+        let for_all = match finding.problem.as_str() {
+            "attachment" => "cnitool gc",
+            "rule" | "reservation" | "backup" | "lease" => "cnitool gc --unknown",
+            _ => continue,
+        };
+        finding.command = Some(for_all.to_owned());
     }
     outcome
         .with_summary("every link, rule, reservation, record, lease and cache entry belongs to an existing container")

@@ -25,10 +25,12 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
     for file in context.conf_files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
-            Err(error) => outcome.add_problem(error.to_string(), format!("cnitool validate {path}")),
+            Err(error) => {
+                outcome.add_problem(format!("{path}:"), error.to_string(), format!("cnitool validate {path}"))
+            }
             Ok(list) if names.iter().any(|name| name == list.name()) => {
-                let what = format!("{path} is never used: another file defines network {:?} too", list.name());
-                outcome.add_problem(what, format!("mv {path} {path}.unused"));
+                let problem = format!("is never used: another file defines network {:?} too", list.name());
+                outcome.add_problem(&path, problem, format!("mv {path} {path}.unused"));
             }
             Ok(list) => names.push(list.name().to_owned()),
         }
@@ -62,7 +64,9 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
                     check_once(&path, &mut outcome);
                 }
                 Err(error) => {
-                    add_missing_plugin(context, &kind, format!("network {}: {error}", list.name()), &mut outcome);
+                    let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
+                    let command = format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy()));
+                    outcome.add_problem(format!("network {}:", list.name()), error.to_string(), command);
                 }
             }
         }
@@ -95,15 +99,6 @@ fn plugin_types(list: &NetworkList) -> Vec<String> {
     types
 }
 
-/// Reports once that the plugin `kind` is not installed, with the command that installs it.
-fn add_missing_plugin(context: &Context<'_, '_>, kind: &str, what: String, outcome: &mut CheckOutcome) {
-    if outcome.findings.iter().any(|finding| finding.what == what) {
-        return;
-    }
-    let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
-    outcome.add_problem(what, format!("install -m 755 {} {}", quoted(kind), quoted(&folder.to_string_lossy())));
-}
-
 /// Checks that only root can change a file or folder. Another user with write access could make
 /// root run a program, or release addresses of containers.
 fn check_permissions(path: &Path, outcome: &mut CheckOutcome) {
@@ -115,14 +110,13 @@ fn check_permissions(path: &Path, outcome: &mut CheckOutcome) {
     let mode = metadata.mode() & 0o7777;
     if mode & (GROUP_WRITE | OTHERS_WRITE) != 0 {
         let who = if mode & OTHERS_WRITE != 0 { "every user" } else { "its group" };
-        outcome.add_problem(format!("{path} can be changed by {who} (mode {mode:04o})"), format!("chmod go-w {path}"));
+        let problem = format!("can be changed by {who} (mode {mode:04o})");
+        outcome.add_problem(&path, problem, format!("chmod go-w {path}"));
     }
     // The user that runs cnitool need not have the ID 0 in a user namespace.
     if metadata.uid() != 0 && metadata.uid() != own_uid() {
-        outcome.add_problem(
-            format!("{path} belongs to user {} and not to root", metadata.uid()),
-            format!("chown root {path}"),
-        );
+        let problem = format!("belongs to user {} and not to root", metadata.uid());
+        outcome.add_problem(&path, problem, format!("chown root {path}"));
     }
 }
 
@@ -145,12 +139,12 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
             continue;
         }
         if let Err(error) = context.runtime.status(list) {
-            let what = format!("network {}: {error}", list.name());
+            let (object, problem) = (format!("network {}:", list.name()), error.to_string());
             // STATUS has one code for all problems, so an error about dhcp's daemon is recognized
             // by its text.
-            match what.contains("DHCP daemon") {
-                true => outcome.add_problem_with_advice(what, DAEMON_ADVICE),
-                false => outcome.add_problem(what, format!("cnitool status {}", quoted(list.name()))),
+            match problem.contains("DHCP daemon") {
+                true => outcome.add_problem_with_advice(object, problem, DAEMON_ADVICE),
+                false => outcome.add_problem(object, problem, format!("cnitool status {}", quoted(list.name()))),
             }
         }
     }
@@ -173,9 +167,12 @@ pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             let percent = used_percent(&set);
             fullest_percent = fullest_percent.max(percent);
             if percent >= NEARLY_FULL_PERCENT {
-                let what =
-                    format!("network {network}: {} of {} addresses of {} are used", set.used, set.total, set.set);
-                outcome.add_problem(what, format!("cnitool ipam gc {} --dry-run", quoted(network)));
+                let problem = format!("{} of {} addresses of {} are used", set.used, set.total, set.set);
+                outcome.add_problem(
+                    format!("network {network}:"),
+                    problem,
+                    format!("cnitool ipam gc {} --dry-run", quoted(network)),
+                );
             }
         }
         // STATUS reports other reasons why the folder cannot be written.
@@ -183,8 +180,8 @@ pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             && let Ok(Some(shortage)) = store.check_writable()
         {
             let data_dir = quoted(&pool.data_dir.to_string_lossy());
-            outcome
-                .add_problem(format!("network {network}: {shortage}"), format!("df -h {data_dir}; df -i {data_dir}"));
+            let command = format!("df -h {data_dir}; df -i {data_dir}");
+            outcome.add_problem(format!("network {network}:"), shortage.to_string(), command);
         }
         for (address, what) in unusual {
             let file = folder.join(address.to_string());
@@ -192,8 +189,8 @@ pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
                 "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
                 quoted(network)
             );
-            let what = format!("network {network}: {}: {what}", quoted(&file.to_string_lossy()));
-            outcome.add_problem_with_advice(what, advice);
+            let object = format!("network {network}: {}:", quoted(&file.to_string_lossy()));
+            outcome.add_problem_with_advice(object, what, advice);
         }
     }
     Ok(outcome.with_summary(format!("no range is more than {fullest_percent}% full")))

@@ -38,7 +38,8 @@ pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
     sysctls.dedup();
     for name in sysctls.iter().map(|name| dotted(name)) {
         outcome.add_problem(
-            format!("{name} is 0: containers reach their bridge, but no other network"),
+            &name,
+            "is 0: containers reach their bridge, but no other network",
             format!("sysctl -w {}=1", quoted(&name)),
         );
     }
@@ -61,23 +62,25 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("links");
     let bridges = context.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
-        let what = format!("bridge {} is down: its containers cannot communicate", bridge.name);
-        outcome.add_problem(what, format!("ip link set dev {} up", quoted(&bridge.name)));
+        let object = format!("bridge {}", bridge.name);
+        outcome.add_problem(
+            object,
+            "is down: its containers cannot communicate",
+            format!("ip link set dev {} up", quoted(&bridge.name)),
+        );
     }
     let attached_links = context.snapshot.attachments.attached_links();
     for (attachment, link) in &attached_links {
         let AttachmentId { network, container_id, ifname } = attachment;
-        let name = format!("{} ({network} {container_id} {ifname})", link.name);
+        let object = format!("host link {} ({network} {container_id} {ifname})", link.name);
         if !link.up {
-            outcome
-                .add_problem(format!("host link {name} is down"), format!("ip link set dev {} up", quoted(&link.name)));
+            outcome.add_problem(object, "is down", format!("ip link set dev {} up", quoted(&link.name)));
         } else if link.oper_state == OperState::Down
             && find_container_end(context, attachment).is_some_and(|container_end| !container_end.up)
         {
-            let what = format!("host link {name} has no carrier: the container's end is down");
             let netns = netns_of(context, attachment).unwrap_or_default();
             let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(ifname));
-            outcome.add_problem(what, command);
+            outcome.add_problem(object, "has no carrier: the container's end is down", command);
         }
     }
     for bridge in bridges {
@@ -86,8 +89,8 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
             link.master == Some(bridge.index) && !attached_links.iter().any(|(_, known)| known.index == link.index)
         };
         for link in context.snapshot.attachments.links.iter().filter(is_other_port).filter(|link| !link.up) {
-            let what = format!("{}, a port of {}, is down", link.name, bridge.name);
-            outcome.add_problem(what, format!("ip link set dev {} up", quoted(&link.name)));
+            let problem = format!(", a port of {}, is down", bridge.name);
+            outcome.add_problem(&link.name, problem, format!("ip link set dev {} up", quoted(&link.name)));
         }
     }
     outcome.with_summary(match attached_links.len() {
@@ -125,30 +128,38 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
         let Some(container_end) = find_container_end(context, attachment) else { continue };
         let AttachmentId { network, container_id, ifname } = attachment;
         if container_end.mtu != host_end.mtu {
-            let what = format!(
-                "{network} {container_id} {ifname}: {ifname} in the container has the MTU {}, but its host end {} has {}: \
-                 larger packets are lost",
+            let object = format!("{network} {container_id} {ifname}:");
+            let problem = format!(
+                "{ifname} in the container has the MTU {}, but its host end {} has {}: larger packets are lost",
                 container_end.mtu, host_end.name, host_end.mtu
             );
-            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&host_end.name), container_end.mtu));
+            outcome.add_problem(
+                object,
+                problem,
+                format!("ip link set dev {} mtu {}", quoted(&host_end.name), container_end.mtu),
+            );
         }
         let bridge = context.snapshot.attachments.links.iter().find(|link| Some(link.index) == host_end.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < host_end.mtu)
             && !reported_bridges.contains(&bridge.name.as_str())
         {
             reported_bridges.push(&bridge.name);
-            let what = format!(
-                "bridge {} has the MTU {}, but its port {} has {}: larger packets are lost",
-                bridge.name, bridge.mtu, host_end.name, host_end.mtu
+            let problem = format!(
+                "has the MTU {}, but its port {} has {}: larger packets are lost",
+                bridge.mtu, host_end.name, host_end.mtu
             );
-            outcome.add_problem(what, format!("ip link set dev {} mtu {}", quoted(&bridge.name), host_end.mtu));
+            outcome.add_problem(
+                format!("bridge {}", bridge.name),
+                problem,
+                format!("ip link set dev {} mtu {}", quoted(&bridge.name), host_end.mtu),
+            );
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < container_end.mtu)
             && !reported_networks.contains(&network.as_str())
         {
             reported_networks.push(network);
-            let what = format!(
-                "network {network}: containers have the MTU {}, but {}, the interface of the default route, has {}: packets that must \
+            let problem = format!(
+                "containers have the MTU {}, but {}, the interface of the default route, has {}: packets that must \
                  not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",
                 container_end.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
@@ -156,7 +167,8 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
             let set_container_end =
                 format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
             let set_host_end = format!("ip link set dev {} mtu {}", quoted(&host_end.name), uplink.mtu);
-            outcome.add_problem(what, format!("{set_container_end} && {set_host_end}"));
+            let command = format!("{set_container_end} && {set_host_end}");
+            outcome.add_problem(format!("network {network}:"), problem, command);
         }
     }
     Ok(outcome.with_summary("the MTUs of links, bridges and the uplink are consistent"))
@@ -210,20 +222,19 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
             for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();
                 if netlink.outgoing_interface(address).ok() != Some(bridge.index) {
-                    let what = format!(
-                        "{address} of network {} is on {}, but the host's route to it uses another interface: the strict rp_filter \
-                         drops packets that it sends to the host or through it",
-                        entry.network, bridge.name
+                    let object = format!("{address} of network {}", entry.network);
+                    let problem = format!(
+                        "is on {}, but the host's route to it uses another interface: the strict rp_filter drops packets that it \
+                         sends to the host or through it",
+                        bridge.name
                     );
                     // The loose mode is the largest value, so it takes effect whatever `all` is.
                     let name = dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
-                    outcome.add_problem(what, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
+                    outcome.add_problem(object, problem, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
                     break;
                 }
             }
         }
     }
-    // All findings of one bridge have the same fix, so only the first is kept.
-    outcome.findings.dedup_by(|one, other| one.fix == other.fix);
     Ok(outcome.with_summary("the host's route to each container uses the interface of its packets"))
 }

@@ -10,11 +10,12 @@ mod steps;
 
 use clap::{Args, Subcommand};
 use cni::skel;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
 use crate::network;
-use crate::report::{Colour, error_json, paint, write, write_json, write_raw};
+use crate::report::{Colour, Report, error_json, write_raw};
 
 use recorder::{Log, PluginError, PluginRun, Recorder};
 use steps::Step;
@@ -75,94 +76,83 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         stderr_style: streams.stderr_style,
     };
     let outcome = network::run(command, &recorded_call, &mut buffered_streams);
-    let runs = recorder.into_runs();
-    match format {
-        Format::Text => {
-            let text: String = runs.iter().map(|run| run_as_text(run, streams)).collect();
-            let written = write(streams, &text).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
-            // If both failed, the verb's error is reported.
-            let exit = outcome?;
-            written.map_err(|error| failed(subject, error, format))?;
-            Ok(exit)
+    let calls: Vec<CallReport> = recorder.into_runs().into_iter().map(CallReport::new).collect();
+    let mut report = Report::new(streams);
+    calls.iter().for_each(|call| call.add_to(&mut report));
+    let to_failure = |error| failed(subject, error, format);
+    if format == Format::Text {
+        let written =
+            report.write(streams, format).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
+        // If both failed, the verb's error is reported.
+        let exit = outcome?;
+        return written.map(|()| exit).map_err(to_failure);
+    }
+    let (error, exit) = match outcome {
+        Ok(exit) => (None, exit),
+        Err(Failure::Failed { error, .. }) => (Some(error_json(&error)), Exit::Failed),
+        Err(failure) => return Err(failure),
+    };
+    report.set("calls", &calls);
+    // `null` if the verb has printed nothing: it failed, or it has no result.
+    report.set("result", serde_json::from_slice::<Value>(&result).unwrap_or_default());
+    report.set("error", error);
+    report.write(streams, format).map(|()| exit).map_err(to_failure)
+}
+
+/// A plugin's outcome and its steps.
+#[derive(Serialize)]
+struct CallReport {
+    plugin: String,
+    verb: String,
+    /// The duration in milliseconds.
+    ms: f64,
+    error: Option<PluginError>,
+    steps: Vec<Step>,
+}
+
+impl CallReport {
+    /// Reads the steps of a run.
+    fn new(run: PluginRun) -> CallReport {
+        let steps = steps::steps_of(&run);
+        let PluginRun { plugin, verb, ms, error, .. } = run;
+        CallReport { plugin, verb, ms, error, steps }
+    }
+
+    /// Adds a line with the duration and outcome, then a line for each step. Below the step that
+    /// made the plugin fail are its stderr and its request.
+    fn add_to(&self, report: &mut Report) {
+        let CallReport { plugin, verb, ms, error, steps } = self;
+        let outcome = match error {
+            None => "done".to_owned(),
+            Some(PluginError { code: Some(code), .. }) => format!("failed with code {code}"),
+            Some(PluginError { code: None, .. }) => "failed".to_owned(),
+        };
+        report.painted(Colour::Bold, &format!("{plugin} {verb}, {ms:.1} ms: {outcome}"));
+        if steps.is_empty() {
+            report.line(format_args!("{INDENT}this program writes no log"));
         }
-        Format::Json => {
-            let (error, exit) = match outcome {
-                Ok(exit) => (Value::Null, exit),
-                Err(Failure::Failed { error, .. }) => (error_json(&error), Exit::Failed),
-                Err(failure) => return Err(failure),
-            };
-            // `null` if the verb has printed nothing: it failed, or it has no result.
-            let result: Value = serde_json::from_slice(&result).unwrap_or_default();
-            let calls: Vec<Value> = runs.iter().map(run_as_json).collect();
-            write_json(streams, &json!({"calls": calls, "result": result, "error": error}))
-                .map_err(|error| failed(subject, error, format))?;
-            Ok(exit)
+        for step in steps {
+            let (sign, colour) = if step.is_cause { ('!', Some(Colour::Red)) } else { (' ', None) };
+            let ms = step.ms.map(|ms| format!("{ms:.3}")).unwrap_or_default();
+            let delegate = if step.program == *plugin { String::new() } else { format!("  {}: ", step.program) };
+            let error = step.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
+            report.painted(colour, &format!("{sign} {ms:>10}  {delegate}{}{error}", step.what));
+            let reasons = [("said", &step.stderr), ("request", &step.request)];
+            for (name, value) in reasons.into_iter().filter(|_| step.is_cause) {
+                let lines = value.as_deref().unwrap_or_default().lines();
+                lines.for_each(|line| report.line(format_args!("{INDENT}{name}: {line}")));
+            }
+        }
+        if error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.is_cause) {
+            report.line(format_args!(
+                "{INDENT}none of these steps made the plugin fail: the cause is in the plugin itself"
+            ));
         }
     }
 }
 
 /// The indentation of lines below a step, which puts them under its description.
 const INDENT: &str = "               ";
-
-/// Returns the text about a plugin: a line with its duration and outcome, then a line for each
-/// step. Below the step that made the plugin fail are its stderr and its request.
-fn run_as_text(run: &PluginRun, streams: &Streams<'_>) -> String {
-    let style = streams.stdout_style;
-    let steps = steps::steps_of(run);
-    let outcome = match &run.error {
-        None => "done".to_owned(),
-        Some(PluginError { code: Some(code), .. }) => format!("failed with code {code}"),
-        Some(PluginError { code: None, .. }) => "failed".to_owned(),
-    };
-    let head = format!("{} {}, {:.1} ms: {outcome}", run.plugin, run.verb, run.ms);
-    let mut text = format!("{}\n", paint(style, Colour::Bold, &head));
-    if steps.is_empty() {
-        text += &format!("{INDENT}this program writes no log\n");
-    }
-    for step in &steps {
-        let sign = if step.is_cause { '!' } else { ' ' };
-        let ms = step.ms.map(|ms| format!("{ms:.3}")).unwrap_or_default();
-        let delegate = if step.program == run.plugin { String::new() } else { format!("  {}: ", step.program) };
-        let error = step.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
-        let line = format!("{sign} {ms:>10}  {delegate}{}{error}", step.what);
-        text += &if step.is_cause { paint(style, Colour::Red, &line) } else { line };
-        text.push('\n');
-        if step.is_cause {
-            for (name, value) in [("said", &step.stderr), ("request", &step.request)] {
-                let value = value.as_deref().unwrap_or_default();
-                text.extend(value.lines().map(|line| format!("{INDENT}{name}: {line}\n")));
-            }
-        }
-    }
-    if run.error.is_some() && !steps.is_empty() && !steps.iter().any(|step| step.is_cause) {
-        text += &format!("{INDENT}none of these steps made the plugin fail: the cause is in the plugin itself\n");
-    }
-    text
-}
-
-/// Returns a plugin's outcome and its steps for `--json`.
-fn run_as_json(run: &PluginRun) -> Value {
-    // `end` is the error, or the exit status of a program that failed. `failed` marks only the step
-    // that made the plugin fail.
-    let step_json = |step: &Step| {
-        json!({
-            "program": step.program,
-            "step": step.what,
-            "ms": step.ms,
-            "end": step.error,
-            "failed": step.is_cause,
-            "said": step.stderr,
-            "request": step.request,
-        })
-    };
-    json!({
-        "plugin": run.plugin,
-        "verb": run.verb,
-        "ms": run.ms,
-        "error": run.error.as_ref().map(|PluginError { code, msg }| json!({"code": code, "msg": msg})),
-        "steps": steps::steps_of(run).iter().map(step_json).collect::<Vec<_>>(),
-    })
-}
 
 #[cfg(test)]
 mod tests;

@@ -10,6 +10,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::{Code, Error};
+use serde::Serialize;
 
 /// How many more file names are tried for the log if the first one is taken.
 const MAX_TRIES: u32 = 16;
@@ -92,7 +93,7 @@ pub(super) struct PluginRun {
 }
 
 /// The error of a plugin.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(super) struct PluginError {
     /// The code, or `None` if the plugin did not report one.
     pub(super) code: Option<u64>,

@@ -6,27 +6,33 @@
 //! error message contains.
 
 use cni::steps::fields;
+use serde::Serialize;
 
 use super::recorder::{PluginError, PluginRun};
 
 /// A step of a plugin: a request to the kernel, a file, a program, a delegate.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Step {
     /// The plugin or delegate that the step belongs to.
     pub(super) program: String,
     /// A description, such as `netlink NewLink br0`.
+    #[serde(rename = "step")]
     pub(super) what: String,
     /// The duration in milliseconds.
     pub(super) ms: Option<f64>,
     /// The error or exit status, or `None` if the step succeeded.
+    #[serde(rename = "end")]
     pub(super) error: Option<String>,
     /// The stderr of a program that failed.
+    #[serde(rename = "said")]
     pub(super) stderr: Option<String>,
     /// The request that the kernel refused.
     pub(super) request: Option<String>,
     /// Whether this is the summary of a delegate's whole run, not a single step.
+    #[serde(skip)]
     is_whole_run: bool,
     /// Whether this step made the plugin fail.
+    #[serde(rename = "failed")]
     pub(super) is_cause: bool,
 }
 

@@ -1,17 +1,19 @@
 //! Compares one attachment's result with what exists of it in the kernel and on the disk.
 
+use std::net::IpAddr;
 use std::path::Path;
-use std::time::Duration;
 
-use cni::AttachmentId;
 use cni::json::Json;
 use cni::result::{AddResult, Interface, Route};
+use cni::{AttachmentId, Cidr};
 use cni_firewall::container_rules::Purpose;
 use cni_linux::route::Family;
 use cni_linux::{Addr, Link, Netlink, Netns, OperState, PortState};
 use libcni::cache::Entry;
+use serde::Serialize;
+use serde_json::json;
 
-use super::Fact;
+use super::{Fact, Fields};
 use crate::call::Call;
 use crate::node::attachments::CheckedReservation;
 use crate::node::snapshot::{ListedPool, Snapshot, has_go_name};
@@ -32,13 +34,13 @@ const EGRESS_KIND: &str = "egress";
 const GLOBAL_SCOPE: u8 = 0;
 
 /// An attachment in the result cache, and the facts about it.
+#[derive(Serialize)]
 pub(crate) struct AttachmentReport {
-    /// The network, container ID and interface for people.
-    pub(crate) name: String,
     pub(crate) network: String,
-    pub(crate) container_id: String,
-    pub(crate) ifname: String,
-    pub(crate) netns: String,
+    #[serde(rename = "containerID")]
+    container_id: String,
+    ifname: String,
+    netns: String,
     pub(crate) facts: Vec<Fact>,
 }
 
@@ -48,42 +50,39 @@ impl AttachmentReport {
         let attachment = entry.id();
         let netns = entry.attachment.netns.clone();
         let mut facts = Vec::new();
-        let result = match decode_result(entry) {
-            Ok(result) => result,
-            Err(why) => {
-                facts.push(Fact::differs("result", why));
-                AddResult::default()
-            }
-        };
+        let result = decode_result(entry).unwrap_or_else(|why| {
+            facts.push(Fact::differs("result", [], why));
+            AddResult::default()
+        });
         add_host_facts(snapshot, &attachment, &result, &mut facts);
+        let namespace = |state: &str| [("path", json!(netns)), ("state", json!(state))];
         match NetnsPresence::at(&netns, call.machine) {
             NetnsPresence::Exists => {
-                facts.push(Fact::fine("namespace", netns.clone()));
+                facts.push(Fact::fine("namespace", namespace("exists")));
                 let outcome = add_container_facts(&netns, &attachment.ifname, &result, &mut facts)
                     .and_then(|()| add_device_fact(&netns, entry, &mut facts));
                 if let Err(why) = outcome {
-                    facts.push(Fact::differs("namespace", why.to_string()));
+                    facts.push(Fact::differs("namespace", namespace("exists"), why.to_string()));
                 }
             }
             // Fine, because the module `leftovers` reports the cache entry.
-            NetnsPresence::Gone(why) => facts.push(Fact::fine("namespace", format!("{netns} is gone: {why}"))),
-            NetnsPresence::OtherFile(why) => facts.push(Fact::differs("namespace", format!("{netns}: {why}"))),
+            NetnsPresence::Gone(_) => facts.push(Fact::fine("namespace", namespace("gone"))),
+            NetnsPresence::OtherFile(why) => facts.push(Fact::differs("namespace", namespace("unknown"), why)),
             // Fine, because nothing could be compared.
-            NetnsPresence::Unknown(why) => facts.push(Fact::fine("namespace", format!("{netns}: {why}"))),
+            NetnsPresence::Unknown(_) => facts.push(Fact::fine("namespace", namespace("unknown"))),
         }
         add_rule_facts(snapshot, entry, call, &mut facts);
         add_reservation_facts(snapshot, entry, &result, &mut facts);
         add_lease_facts(snapshot, &attachment, &mut facts);
         add_backup_facts(snapshot, &attachment, &mut facts);
         add_record_facts(snapshot, &attachment, &mut facts);
-        AttachmentReport {
-            name: format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname),
-            network: attachment.network,
-            container_id: attachment.container_id,
-            ifname: attachment.ifname,
-            netns,
-            facts,
-        }
+        let AttachmentId { network, container_id, ifname } = attachment;
+        AttachmentReport { network, container_id, ifname, netns, facts }
+    }
+
+    /// Returns the network, container ID and interface for people.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {} {}", self.network, self.container_id, self.ifname)
     }
 }
 
@@ -117,42 +116,43 @@ fn add_host_facts(snapshot: &Snapshot, attachment: &AttachmentId, result: &AddRe
                 facts.push(Fact::fine(kind, describe(link, &snapshot.attachments.links)));
             }
             None => {
-                let text = format!("{} is in the result, but not on the host", interface.name);
-                facts.push(Fact::differs("host link", text));
+                facts.push(Fact::differs(
+                    "host link",
+                    [("name", json!(interface.name))],
+                    "in the result, but not on the host",
+                ));
             }
         }
     }
 }
 
-/// Returns a description of a link's properties. It names the master only if that is in `masters`.
-fn describe(link: &Link, masters: &[Link]) -> String {
-    let mut text = format!("{} ({}, index {}), mtu {}", link.name, link.kind, link.index, link.mtu);
-    if let Some(mac) = link.mac {
-        text += &format!(", {mac}");
-    }
-    text += match (link.up, link.oper_state) {
-        (false, _) => ", down",
-        (true, OperState::Down) => ", up without carrier",
-        (true, _) => ", up",
+/// Returns a link's properties. It names the master only if that is in `masters`.
+fn describe(link: &Link, masters: &[Link]) -> Fields {
+    let state = match (link.up, link.oper_state) {
+        (false, _) => "down",
+        (true, OperState::Down) => "up without carrier",
+        (true, _) => "up",
     };
-    if let Some(master) = link.master.and_then(|index| masters.iter().find(|other| other.index == index)) {
-        text += &format!(", port of {}", master.name);
-    }
-    if let Some(port) = link.port {
-        text += match port.state {
-            PortState::Forwarding => " (forwarding",
-            PortState::Disabled => " (disabled",
-            PortState::HeldBack => " (held back by the spanning tree",
-        };
-        text += if port.hairpin { ", hairpin" } else { "" };
-        text += if port.isolated { ", isolated" } else { "" };
-        text.push(')');
-    }
-    if let Some(bridge) = &link.bridge {
-        text += if bridge.vlan_filtering { ", vlan filtering" } else { "" };
-        text += if bridge.spanning_tree { ", spanning tree" } else { "" };
-    }
-    text
+    let master = masters.iter().find(|other| link.master == Some(other.index));
+    let port_state = link.port.map(|port| match port.state {
+        PortState::Forwarding => "forwarding",
+        PortState::Disabled => "disabled",
+        PortState::HeldBack => "held back by the spanning tree",
+    });
+    vec![
+        ("name", json!(link.name)),
+        ("type", json!(link.kind.to_string())),
+        ("index", json!(link.index)),
+        ("mtu", json!(link.mtu)),
+        ("mac", json!(link.mac.map(|mac| mac.to_string()))),
+        ("state", json!(state)),
+        ("master", json!(master.map(|master| &master.name))),
+        ("port", json!(port_state)),
+        ("hairpin", json!(link.port.map(|port| port.hairpin))),
+        ("isolated", json!(link.port.map(|port| port.isolated))),
+        ("vlanFiltering", json!(link.bridge.as_ref().map(|bridge| bridge.vlan_filtering))),
+        ("spanningTree", json!(link.bridge.as_ref().map(|bridge| bridge.spanning_tree))),
+    ]
 }
 
 /// Adds the interfaces, addresses and routes in the container's namespace `path`, compared with the
@@ -166,20 +166,20 @@ fn add_container_facts(path: &str, ifname: &str, result: &AddResult, facts: &mut
     let inside: Vec<&Interface> = result.interfaces.iter().filter(|interface| !interface.sandbox.is_empty()).collect();
     for interface in &inside {
         let Some(link) = links.iter().find(|link| link.name == interface.name) else {
-            let text = format!("{} is in the result, but not in the namespace", interface.name);
-            facts.push(Fact::differs("interface", text));
+            let problem = "in the result, but not in the namespace";
+            facts.push(Fact::differs("interface", [("name", json!(interface.name))], problem));
             continue;
         };
-        facts.push(Fact::fine("interface", describe(link, &[])));
-        let mac = link.mac.map_or_else(|| "(none)".to_owned(), |mac| mac.to_string());
+        let mac = link.mac.map(|mac| mac.to_string()).unwrap_or_default();
+        let (mut fact, mut problems) = (Fact::fine("interface", describe(link, &[])), Vec::new());
         if !interface.mac.is_empty() && !interface.mac.eq_ignore_ascii_case(&mac) {
-            let text = format!("{} has the MAC {mac}, but the result has {}", interface.name, interface.mac);
-            facts.push(Fact::differs("interface", text));
+            problems.push(format!("the result has the MAC {}", interface.mac));
         }
         if let Some(mtu) = interface.mtu.filter(|mtu| *mtu != link.mtu) {
-            let text = format!("{} has the MTU {}, but the result has {mtu}", interface.name, link.mtu);
-            facts.push(Fact::differs("interface", text));
+            problems.push(format!("the result has the MTU {mtu}"));
         }
+        fact.problem = Some(problems.join("; ")).filter(|problem| !problem.is_empty());
+        facts.push(fact);
     }
     // A result need not list CNI_IFNAME.
     if !inside.iter().any(|interface| interface.name == ifname)
@@ -203,7 +203,7 @@ fn add_device_fact(path: &str, entry: &Entry, facts: &mut Vec<Fact>) -> cni_linu
     let ifname = &entry.attachment.ifname;
     let inside = Netlink::open()?.open_in(&Netns::open(Path::new(path))?)?.find_link(ifname)?;
     if let Some(name) = inside.and_then(|link| link.alias) {
-        facts.push(Fact::fine("device", format!("{name} of the host is {ifname} in the container")));
+        facts.push(Fact::fine("device", [("name", json!(name)), ("interface", json!(ifname))]));
     }
     Ok(())
 }
@@ -226,28 +226,32 @@ fn add_address_facts(
         // In a result, an address names its interface by the position in `interfaces`.
         let interface = ip.interface.and_then(|position| result.interfaces.get(position));
         let name = interface.map_or(ifname, |interface| interface.name.as_str());
-        match existing.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index_of(name)) {
-            Some(addr) if addr.dad_failed => {
-                facts.push(Fact::differs(
-                    "address",
-                    format!("{} on {name} is a duplicate: another host on the link has it too", ip.address),
-                ));
-            }
-            Some(addr) if addr.tentative => {
-                facts.push(Fact::fine("address", format!("{} on {name}, still tentative", ip.address)));
-            }
-            Some(_) => facts.push(Fact::fine("address", format!("{} on {name}", ip.address))),
-            None => {
-                facts.push(Fact::differs("address", format!("{} is in the result, but not on {name}", ip.address)));
-            }
-        }
+        let found = existing.iter().find(|addr| addr.cidr == ip.address && Some(addr.index) == index_of(name));
+        let mut fact = Fact::fine("address", address_fields(ip.address, name, found, false));
+        fact.problem = match found {
+            None => Some("in the result, but not on the interface".to_owned()),
+            Some(addr) if addr.dad_failed => Some("another host on the link has it too".to_owned()),
+            Some(_) => None,
+        };
+        facts.push(fact);
     }
     for addr in existing.iter().filter(|addr| addr.scope == GLOBAL_SCOPE && Some(addr.index) == index_of(ifname)) {
         if !result.ips.iter().any(|ip| ip.address == addr.cidr) {
-            facts.push(Fact::fine("address", format!("{} on {ifname}, not in the result", addr.cidr)));
+            facts.push(Fact::fine("address", address_fields(addr.cidr, ifname, Some(addr), true)));
         }
     }
     Ok(())
+}
+
+/// Returns the properties of an address. `not_in_result` is whether the result does not have it.
+fn address_fields(address: Cidr, interface: &str, existing: Option<&Addr>, not_in_result: bool) -> Fields {
+    vec![
+        ("address", json!(address.to_string())),
+        ("interface", json!(interface)),
+        ("tentative", json!(existing.is_some_and(|addr| addr.tentative))),
+        ("duplicate", json!(existing.is_some_and(|addr| addr.dad_failed))),
+        ("notInResult", json!(not_in_result)),
+    ]
 }
 
 /// Adds the routes of the result or, if the result has none, CNI_IFNAME's routes with a gateway.
@@ -271,27 +275,32 @@ fn add_route_facts(
             let has_family = |ip: &&cni::result::IpConfig| ip.address.is_ipv4() == route.dst.is_ipv4();
             result.ips.iter().find(has_family).and_then(|ip| ip.gateway)
         });
-        let text = match expected_gw {
-            Some(gw) => format!("{} via {gw}", route.dst),
-            None => route.dst.to_string(),
-        };
         let found = existing.iter().find(|other| {
             other.dst == route.dst.network()
                 && (expected_gw.is_none() || other.gw == expected_gw)
                 && other.table_id() == table_id(route.table)
         });
-        match found {
-            Some(found) => facts.push(Fact::fine("route", format!("{text} dev {}", name_of(found.oif)))),
-            None => facts.push(Fact::differs("route", format!("{text} is in the result, but not in the namespace"))),
-        }
+        let interface = found.map_or(ifname, |found| name_of(found.oif));
+        let mut fact = Fact::fine("route", route_fields(route.dst, expected_gw, interface, false));
+        fact.problem = found.is_none().then(|| "in the result, but not in the namespace".to_owned());
+        facts.push(fact);
     }
     if result.routes.is_empty() {
-        for route in existing.iter().filter(|route| name_of(route.oif) == ifname) {
-            let Some(gw) = route.gw else { continue };
-            facts.push(Fact::fine("route", format!("{} via {gw} dev {ifname}, not in the result", route.dst)));
+        for route in existing.iter().filter(|route| name_of(route.oif) == ifname && route.gw.is_some()) {
+            facts.push(Fact::fine("route", route_fields(route.dst, route.gw, ifname, true)));
         }
     }
     Ok(())
+}
+
+/// Returns the properties of a route. `not_in_result` is whether the result does not have it.
+fn route_fields(destination: Cidr, gateway: Option<IpAddr>, interface: &str, not_in_result: bool) -> Fields {
+    vec![
+        ("destination", json!(destination.to_string())),
+        ("gateway", json!(gateway)),
+        ("interface", json!(interface)),
+        ("notInResult", json!(not_in_result)),
+    ]
 }
 
 /// Returns the number of the routing table for a route of the result: `None` and 0 stand for the
@@ -307,7 +316,7 @@ fn add_rule_facts(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>, facts: &m
     let attachment = entry.id();
     for rule in snapshot.rules.iter().filter(|rule| rule.owner.matches(&attachment)) {
         existing_purposes.push(rule.purpose);
-        facts.push(Fact::fine(rule_kind(rule.purpose), format!("{}  [{}]", rule.text, rule.place)));
+        facts.push(Fact::fine(rule_kind(rule.purpose), [("rule", json!(rule.text)), ("place", json!(rule.place))]));
     }
     let plugins = plugins_in(&entry.config);
     let a_plugin_sets = |key: &str| plugins.iter().any(|plugin| is_true(plugin, key));
@@ -329,11 +338,11 @@ fn add_rule_facts(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>, facts: &m
         // The rules of Go's firewall name no owner. Its CHECK finds them by their addresses.
         if purpose == Purpose::Forward && missing_rules(entry, "firewall", call).is_ok_and(|missing| missing.is_empty())
         {
-            facts.push(Fact::fine(rule_kind(purpose), "the rules exist, and do not name the attachment"));
+            facts.push(Fact::fine(rule_kind(purpose), [("withoutOwner", json!(true))]));
             continue;
         }
-        let text = "the attachment has no such rule, although its configuration needs one";
-        facts.push(Fact::differs(rule_kind(purpose), text));
+        let problem = "the attachment has no such rule, although its configuration needs one";
+        facts.push(Fact::differs(rule_kind(purpose), [], problem));
     }
 }
 
@@ -361,8 +370,9 @@ fn add_reservation_facts(snapshot: &Snapshot, entry: &Entry, result: &AddResult,
             let is_of_interface = reservation.ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
             if reservation.id == attachment.container_id && is_of_interface {
                 reserved.push(reservation.address);
-                let text = format!("{}  [{}]", reservation.address, pool.folder().display());
-                facts.push(Fact::fine("reservation", text));
+                let fields =
+                    [("address", json!(reservation.address)), ("folder", json!(pool.folder().to_string_lossy()))];
+                facts.push(Fact::fine("reservation", fields));
             }
         }
     }
@@ -373,10 +383,8 @@ fn add_reservation_facts(snapshot: &Snapshot, entry: &Entry, result: &AddResult,
     });
     for ip in result.ips.iter().filter(|ip| uses_host_local && !reserved.contains(&ip.address.address())) {
         let address = ip.address.address();
-        facts.push(Fact::differs(
-            "reservation",
-            format!("{address} is in the result, but not reserved for this attachment"),
-        ));
+        let problem = "in the result, but not reserved for this attachment";
+        facts.push(Fact::differs("reservation", [("address", json!(address))], problem));
     }
 }
 
@@ -386,19 +394,15 @@ fn add_lease_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut V
         if AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname) != *attachment {
             continue;
         }
-        let text = format!("{} of {}", lease.address, lease.server);
-        let end = match lease.times {
-            None => ", without an answer yet".to_owned(),
-            Some(times) => match times.expiry {
-                None => ", without an end".to_owned(),
-                Some(Duration::ZERO) => ", ended".to_owned(),
-                Some(left) => format!(", ends in {} s", left.as_secs()),
-            },
-        };
-        facts.push(match &lease.error {
-            Some(error) => Fact::differs("lease", format!("{text}{end}: {error}")),
-            None => Fact::fine("lease", format!("{text}{end}  [{}]", socket.display())),
-        });
+        let expiry = lease.times.and_then(|times| times.expiry);
+        let fields = [
+            ("address", json!(lease.address.to_string())),
+            ("server", json!(lease.server)),
+            ("unconfirmed", json!(lease.times.is_none())),
+            ("expirySeconds", json!(expiry.map(|left| left.as_secs()))),
+            ("socket", json!(socket.to_string_lossy())),
+        ];
+        facts.push(Fact { problem: lease.error.clone(), ..Fact::fine("lease", fields) });
     }
 }
 
@@ -410,8 +414,10 @@ fn add_backup_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut 
             None => has_go_name(backup, attachment),
         };
         if belongs {
-            let text = format!("{}  [{}]", backup.settings.join(", "), backup.path.display());
-            facts.push(Fact::fine("saved", text));
+            facts.push(Fact::fine(
+                "saved",
+                [("settings", json!(backup.settings)), ("file", json!(backup.path.to_string_lossy()))],
+            ));
         }
     }
 }
@@ -419,10 +425,14 @@ fn add_backup_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut 
 /// Adds the records of other plugins about the attachment.
 fn add_record_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut Vec<Fact>) {
     for record in snapshot.records.iter().filter(|record| record.is_about(attachment)) {
-        let text = format!("{}: {}  [{}]", record.plugin, record.text, record.path.display());
+        let fields = [
+            ("plugin", json!(record.plugin)),
+            ("content", json!(record.text)),
+            ("file", json!(record.path.to_string_lossy())),
+        ];
         facts.push(match record.network {
-            Some(_) => Fact::fine("record", text),
-            None => Fact::differs("record", text),
+            Some(_) => Fact::fine("record", fields),
+            None => Fact::differs("record", fields, "it cannot be decoded"),
         });
     }
 }

@@ -8,12 +8,13 @@ mod attachment;
 
 use clap::Args;
 use cni::{Code, Error};
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use crate::call::{Call, ColorMode, Exit, Shared, Streams};
-use crate::node::leftovers::{self, Leftover};
+use crate::call::{Call, Exit, Shared, Streams};
+use crate::node::leftovers;
 use crate::node::snapshot::Snapshot;
-use crate::report::{Colour, paint, write_report};
+use crate::report::{Colour, Report, cell, counted, words};
 
 pub(crate) use attachment::AttachmentReport;
 
@@ -26,37 +27,58 @@ pub(crate) struct Inspect {
     container: Option<String>,
 }
 
-/// A fact about an attachment, and whether it is as expected.
-pub(crate) struct Fact {
-    /// The kind of fact, which is the first column: `address`, `route`, …
-    pub(crate) kind: &'static str,
-    pub(crate) text: String,
-    pub(crate) verdict: Verdict,
-}
+/// The properties of an object, each with its name in JSON. The first one identifies the object.
+pub(crate) type Fields = Vec<(&'static str, Value)>;
 
-/// Whether a fact is as expected: whether it agrees with the attachment's result and configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// It agrees, or there is nothing to compare it with.
-    Fine,
-    /// It does not agree.
-    Differs,
+/// An object of an attachment, and whether it is as expected: whether it agrees with the
+/// attachment's result and configuration, or there is nothing to compare it with.
+pub(crate) struct Fact {
+    /// The kind of object, which is the first column: `address`, `route`, …
+    pub(crate) kind: &'static str,
+    fields: Fields,
+    /// What is not as expected.
+    pub(crate) problem: Option<String>,
 }
 
 impl Fact {
     /// Returns a fact that is as expected.
-    pub(crate) fn fine(kind: &'static str, text: impl Into<String>) -> Fact {
-        Fact { kind, text: text.into(), verdict: Verdict::Fine }
+    pub(crate) fn fine(kind: &'static str, fields: impl Into<Fields>) -> Fact {
+        Fact { kind, fields: fields.into(), problem: None }
     }
 
     /// Returns a fact that is not as expected.
-    pub(crate) fn differs(kind: &'static str, text: impl Into<String>) -> Fact {
-        Fact { kind, text: text.into(), verdict: Verdict::Differs }
+    pub(crate) fn differs(kind: &'static str, fields: impl Into<Fields>, problem: impl Into<String>) -> Fact {
+        Fact { kind, fields: fields.into(), problem: Some(problem.into()) }
     }
 
     /// Whether the fact is about a packet filter rule, which `cnitool rules restore` can restore.
     pub(crate) fn is_rule(&self) -> bool {
         attachment::RULE_KINDS.contains(&self.kind)
+    }
+
+    /// Returns the properties and the problem for people: `eth0, type veth, mtu 1500`.
+    pub(crate) fn text(&self) -> String {
+        let (mut texts, mut place) = (Vec::new(), String::new());
+        for (position, (key, value)) in self.fields.iter().enumerate() {
+            let name = words(key.trim_end_matches("Seconds"));
+            match value {
+                Value::Null | Value::Bool(false) => {}
+                Value::Bool(true) => texts.push(name),
+                _ if position == 0 => texts.push(cell(key, value)),
+                _ if ["place", "folder", "file", "socket"].contains(key) => place = format!("  [{}]", cell(key, value)),
+                _ => texts.push(format!("{name} {}", cell(key, value))),
+            }
+        }
+        let separator = if texts.is_empty() || self.problem.is_none() { "" } else { ": " };
+        format!("{}{place}{separator}{}", texts.join(", "), self.problem.as_deref().unwrap_or_default())
+    }
+}
+
+impl Serialize for Fact {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let verdict =
+            [("kind", json!(self.kind)), ("ok", json!(self.problem.is_none())), ("problem", json!(self.problem))];
+        serializer.collect_map(verdict.into_iter().chain(self.fields.iter().cloned()))
     }
 }
 
@@ -85,67 +107,32 @@ pub(crate) fn run(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mu
         .filter(|entry| is_selected(Some(&entry.network), Some(&entry.attachment.container_id)))
         .map(|entry| AttachmentReport::new(&snapshot, entry, call))
         .collect();
-    let mut leftovers = leftovers::list(&snapshot, call);
-    leftovers.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container.as_deref()));
-    if attachments.is_empty() && leftovers.is_empty() && args.network.is_some() {
+    let mut left_over = leftovers::list(&snapshot, call);
+    left_over.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container_id.as_deref()));
+    if attachments.is_empty() && left_over.is_empty() && args.network.is_some() {
         let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let network = args.network.as_deref().unwrap_or_default();
         let msg = format!("nothing{of_container} is attached to network {network:?}, and there are no leftovers");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }
-    let has_difference =
-        attachments.iter().flat_map(|report| &report.facts).any(|fact| fact.verdict == Verdict::Differs);
-    let json = || as_json(&attachments, &leftovers);
-    write_report(streams, shared.format(), json, |style| as_text(&attachments, &leftovers, style))?;
-    Ok(if has_difference || !leftovers.is_empty() { Exit::Failed } else { Exit::Done })
-}
-
-/// Returns the report for people.
-fn as_text(attachments: &[AttachmentReport], leftovers: &[Leftover], style: ColorMode) -> String {
-    let mut text = String::new();
-    for report in attachments {
-        text += &format!("{}\n", paint(style, Colour::Bold, &report.name));
-        for fact in &report.facts {
-            let sign = if fact.verdict == Verdict::Fine { ' ' } else { '!' };
-            let line = format!("{sign} {:<12} {}", fact.kind, fact.text);
-            text += &match fact.verdict {
-                Verdict::Fine => line,
-                Verdict::Differs => paint(style, Colour::Red, &line),
-            };
-            text.push('\n');
-        }
-        text.push('\n');
+    let mut report = Report::new(streams);
+    for attachment in &attachments {
+        report.painted(Colour::Bold, &attachment.name());
+        attachment.facts.iter().for_each(|fact| report.fact(fact.problem.is_some(), fact.kind, &fact.text()));
+        report.line("");
     }
-    if leftovers.is_empty() {
-        let count = attachments.len();
-        let plural = if count == 1 { "attachment" } else { "attachments" };
-        text += &format!("{count} {plural}; nothing is left over.\n");
-        return text;
+    if left_over.is_empty() {
+        report.line(format_args!("{}; nothing is left over.", counted(attachments.len(), "attachment")));
+    } else {
+        report.painted(Colour::Bold, "Left over");
     }
-    text += &format!("{}\n", paint(style, Colour::Bold, "Left over"));
-    for leftover in leftovers {
-        let line = format!("! {:<12} {}", leftover.kind, leftover.what);
-        text += &format!("{}\n", paint(style, Colour::Red, &line));
-        text += &format!("    because {}\n    remove: {}\n", leftover.why, leftover.command);
+    for leftover in &left_over {
+        report.fact(true, leftover.kind, &leftover.text());
+        report.line(format_args!("    because {}\n    remove: {}", leftover.reason, leftover.command));
     }
-    text
-}
-
-/// Returns the report for `--json`.
-fn as_json(attachments: &[AttachmentReport], leftovers: &[Leftover]) -> Value {
-    // `what` is the fact's kind, the first column of the text.
-    let fact_json = |fact: &Fact| json!({"what": fact.kind, "text": fact.text, "ok": fact.verdict == Verdict::Fine});
-    let attachment_json = |report: &AttachmentReport| {
-        json!({
-            "network": report.network,
-            "containerID": report.container_id,
-            "ifname": report.ifname,
-            "netns": report.netns,
-            "facts": report.facts.iter().map(fact_json).collect::<Vec<_>>(),
-        })
-    };
-    json!({
-        "attachments": attachments.iter().map(attachment_json).collect::<Vec<_>>(),
-        "leftOver": leftovers.iter().map(Leftover::json).collect::<Vec<_>>(),
-    })
+    report.set("attachments", &attachments);
+    report.set("leftOver", &left_over);
+    report.write(streams, shared.format())?;
+    let has_difference = attachments.iter().flat_map(|report| &report.facts).any(|fact| fact.problem.is_some());
+    Ok(if has_difference || !left_over.is_empty() { Exit::Failed } else { Exit::Done })
 }

@@ -8,10 +8,10 @@ use cni::Error;
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
-use crate::call::{ColorMode, Streams, Variables};
+use crate::call::{Streams, Variables};
 use crate::node::ipam::{IpamContext, sockets};
 use crate::node::networks;
-use crate::report::{Colour, table, write_report};
+use crate::report::{Colour, Report};
 
 /// The arguments of `dhcp`.
 #[derive(Debug, Args)]
@@ -34,8 +34,22 @@ impl IpamContext<'_, '_> {
             found.extend(leases::list(&socket)?);
         }
         found.retain(|lease| args.network.as_ref().is_none_or(|network| *network == lease.network));
-        let json = || json!({"leases": found.iter().map(as_json).collect::<Vec<_>>()});
-        write_report(streams, self.shared.format(), json, |style| as_text(&found, style))
+        let colour = |row: &Value| row["lastError"].is_string().then_some(Colour::Yellow);
+        let columns = [
+            "network",
+            "containerID",
+            "ifname",
+            "address",
+            "server",
+            "t1Seconds",
+            "t2Seconds",
+            "expirySeconds",
+            "unconfirmed",
+            "lastError",
+        ];
+        let mut report = Report::new(streams);
+        report.table("leases", &columns, found.iter().map(as_json).collect(), colour, "No lease is recorded.");
+        report.write(streams, self.shared.format())
     }
 
     /// Returns the sockets of the daemons whose leases are listed: the socket in the arguments, or
@@ -52,58 +66,17 @@ impl IpamContext<'_, '_> {
     }
 }
 
-/// Returns the table of the leases. Those whose last renewal failed are coloured.
-fn as_text(leases: &[Lease], style: ColorMode) -> String {
-    if leases.is_empty() {
-        return "No lease is recorded.\n".to_owned();
-    }
-    let header = ["NETWORK", "CONTAINER", "IFNAME", "ADDRESS", "SERVER", "T1", "T2", "EXPIRY", "LAST ERROR"];
-    let row = |lease: &Lease| (as_row(lease), lease.error.as_ref().map(|_| Colour::Yellow));
-    table(&header, leases.iter().map(row).collect(), style)
-}
-
-/// Returns a lease for `--json`.
+/// Returns the fields of a lease. The times are the remaining seconds, null without an end.
 fn as_json(lease: &Lease) -> Value {
-    let seconds = |select: fn(&Times) -> Option<Duration>| {
-        let remaining = lease.times.as_ref().and_then(select);
-        remaining.map(|time| time.as_secs())
-    };
+    let seconds = |select: fn(&Times) -> Option<Duration>| Some(select(lease.times.as_ref()?)?.as_secs());
     json!({
-        "network": lease.network,
-        "containerID": lease.container_id,
-        "ifname": lease.ifname,
-        "address": lease.address.to_string(),
-        "server": lease.server,
-        "ntp": lease.ntp,
+        "network": lease.network, "containerID": lease.container_id, "ifname": lease.ifname,
+        "address": lease.address.to_string(), "server": lease.server, "ntp": lease.ntp,
         // Without times, the address was requested, but not granted yet.
-        "confirmed": lease.times.is_some(),
+        "unconfirmed": lease.times.is_none(),
         "t1Seconds": seconds(|times| times.t1),
         "t2Seconds": seconds(|times| times.t2),
         "expirySeconds": seconds(|times| times.expiry),
         "lastError": lease.error,
     })
-}
-
-/// Returns a lease as a row of the table.
-fn as_row(lease: &Lease) -> Vec<String> {
-    let time_text = |select: fn(&Times) -> Option<Duration>| match &lease.times {
-        // The address was requested, but not granted yet.
-        None => "?".to_owned(),
-        Some(times) => match select(times) {
-            None => "never".to_owned(),
-            Some(Duration::ZERO) => "over".to_owned(),
-            Some(remaining) => format!("in {} s", remaining.as_secs()),
-        },
-    };
-    vec![
-        lease.network.clone(),
-        lease.container_id.clone(),
-        lease.ifname.clone(),
-        lease.address.to_string(),
-        lease.server.clone(),
-        time_text(|times| times.t1),
-        time_text(|times| times.t2),
-        time_text(|times| times.expiry),
-        lease.error.clone().unwrap_or_default(),
-    ]
 }

@@ -8,13 +8,11 @@ use std::net::IpAddr;
 use clap::Args;
 use cni::Error;
 use cni_ipam::{Listed, Reservation};
-use serde_json::{Value, json};
 
-use super::{age_in_seconds, escaped_owner};
+use super::{Decision, age_in_seconds, write_removal};
 use crate::call::{Format, Streams};
 use crate::node::attachments::{CheckedReservation, Liveness};
 use crate::node::ipam::IpamContext;
-use crate::report::{Colour, paint, write_report};
 
 /// The arguments of `gc`.
 #[derive(Debug, Args)]
@@ -35,13 +33,6 @@ pub(super) struct Collect {
     keep: Vec<String>,
 }
 
-/// A reservation, and whether it is removed.
-struct Decision {
-    reservation: Reservation,
-    is_removed: bool,
-    why: String,
-}
-
 impl IpamContext<'_, '_> {
     /// Decides which reservations are removed, prints the decisions, and removes these reservations
     /// unless `--dry-run` is given.
@@ -55,84 +46,52 @@ impl IpamContext<'_, '_> {
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
-        let Some(mut locked) = self.lock(&pool)? else { return self.print_decisions(args, &[], streams) };
+        let (format, mut removed, mut kept) = (self.shared.format(), Vec::new(), Vec::new());
+        let mut write = |removed: &[Decision], kept: &[Decision]| {
+            write_removal(&args.network, !args.dry_run, [removed, kept], format, streams)
+        };
+        let Some(mut locked) = self.lock(&pool)? else { return write(&[], &[]) };
         let Listed { reservations, unread, .. } = locked.list()?;
         let read_outcome = Error::join(unread.into_iter().map(|(_, error)| error));
-        let checked = self.check_all(&pool.network, reservations)?;
-        let mut decisions: Vec<Decision> = checked.into_iter().map(|checked| decide(args, checked)).collect();
+        let mut to_remove: Vec<Reservation> = Vec::new();
+        for CheckedReservation { reservation, liveness } in self.check_all(&pool.network, reservations)? {
+            let (is_removed, why) = decide(args, &reservation, liveness);
+            if is_removed { &mut removed } else { &mut kept }.push(Decision::new(&reservation, &why));
+            to_remove.extend(is_removed.then_some(reservation));
+        }
         // The text is printed before anything is removed, so that it is complete even if the
         // removal fails. The JSON document reports what was removed.
-        let is_text = self.shared.format() == Format::Text;
-        if is_text {
-            self.print_decisions(args, &decisions, streams)?;
+        if format == Format::Text {
+            write(&removed, &kept)?;
         }
         if !args.dry_run {
-            let to_remove = decisions.iter().filter(|decision| decision.is_removed);
-            let to_remove: Vec<Reservation> = to_remove.map(|decision| decision.reservation.clone()).collect();
-            let removed = locked.release_chosen(&to_remove)?;
-            for address in mark_unremoved_as_kept(&mut decisions, &removed) {
+            let released = locked.release_chosen(&to_remove)?;
+            for address in keep_unremoved(&mut removed, &mut kept, &released) {
                 self.notes.note(format_args!("{address} was not removed, because it has changed in the meantime"));
             }
         }
-        if !is_text {
-            self.print_decisions(args, &decisions, streams)?;
+        if format == Format::Json {
+            write(&removed, &kept)?;
         }
         read_outcome
     }
-
-    /// Prints whether and why each reservation is removed.
-    fn print_decisions(&self, args: &Collect, decisions: &[Decision], streams: &mut Streams<'_>) -> Result<(), Error> {
-        let (removed, kept): (Vec<&Decision>, Vec<&Decision>) =
-            decisions.iter().partition(|decision| decision.is_removed);
-        let json = || {
-            let row = |decision: &&Decision| -> Value {
-                let Reservation { address, id, ifname, .. } = &decision.reservation;
-                json!({"address": address, "containerID": id, "ifname": ifname, "reason": decision.why})
-            };
-            let [removed, kept] = [&removed, &kept].map(|rows| rows.iter().map(row).collect::<Vec<Value>>());
-            // `changed` is true without `--dry-run`, even if nothing was removed.
-            json!({"network": args.network, "changed": !args.dry_run, "removed": removed, "kept": kept})
-        };
-        let text = |style| {
-            let mut text = String::new();
-            for Decision { reservation, is_removed, why } in decisions {
-                let verb = if *is_removed { "remove" } else { "keep" };
-                let (id, ifname) = escaped_owner(reservation);
-                let line = format!("{verb:<6}  {}  {}  ({why})", reservation.address, format!("{id} {ifname}").trim());
-                text += &if *is_removed { paint(style, Colour::Red, &line) } else { line };
-                text.push('\n');
-            }
-            let (removed_count, count) = (removed.len(), decisions.len());
-            text + &match args.dry_run {
-                true => format!("{removed_count} of {count} would be removed. Nothing was changed.\n"),
-                false => format!("{removed_count} of {count} are removed.\n"),
-            }
-        };
-        write_report(streams, self.shared.format(), json, text)
-    }
 }
 
-/// Changes the decision to remove a reservation if its address is not in `removed`, because the
-/// reservation has changed in the meantime. Returns the addresses of these reservations.
-fn mark_unremoved_as_kept(decisions: &mut [Decision], removed: &[IpAddr]) -> Vec<IpAddr> {
-    let mut kept = Vec::new();
-    for decision in decisions {
-        let address = decision.reservation.address;
-        if decision.is_removed && !removed.contains(&address) {
-            decision.is_removed = false;
-            "it has changed in the meantime".clone_into(&mut decision.why);
-            kept.push(address);
-        }
-    }
-    kept
+/// Moves the decisions about addresses that are not in `released` from `removed` to `kept`, because
+/// these reservations have changed in the meantime. Returns their addresses.
+fn keep_unremoved(removed: &mut Vec<Decision>, kept: &mut Vec<Decision>, released: &[IpAddr]) -> Vec<IpAddr> {
+    let changed: Vec<Decision> = removed.extract_if(.., |decision| !released.contains(&decision.address)).collect();
+    let reason = "it has changed in the meantime";
+    kept.extend(changed.iter().map(|decision| Decision { reason: reason.to_owned(), ..decision.clone() }));
+    changed.iter().map(|decision| decision.address).collect()
 }
 
-/// Decides whether a reservation is removed.
-fn decide(args: &Collect, CheckedReservation { reservation, liveness }: CheckedReservation) -> Decision {
+/// Decides whether a reservation is removed, and why.
+fn decide(args: &Collect, reservation: &Reservation, liveness: Liveness) -> (bool, String) {
     if args.keep.contains(&reservation.id) {
-        return Decision { reservation, is_removed: false, why: "named with --keep".to_owned() };
+        return (false, "named with --keep".to_owned());
     }
-    let (is_removed, why) = match liveness {
+    match liveness {
         Liveness::InUse(why) => (false, why),
         Liveness::ContainerGone(why) => (true, why),
         Liveness::Unknown(why) if !args.unknown => (false, format!("{why}; --unknown removes it")),
@@ -141,8 +100,7 @@ fn decide(args: &Collect, CheckedReservation { reservation, liveness }: CheckedR
             Some(age) => (false, format!("{why}, but it is only {age} s old: its ADD may still be running")),
             None => (false, format!("{why}, and its age is unknown")),
         },
-    };
-    Decision { reservation, is_removed, why }
+    }
 }
 
 #[cfg(test)]
@@ -154,8 +112,7 @@ mod tests {
         let since = SystemTime::now().checked_sub(Duration::from_secs(age));
         let address = "10.0.0.2".parse().unwrap();
         let reservation = Reservation { address, id: "c".into(), ifname: Some("eth0".into()), since };
-        let Decision { is_removed, why, .. } = decide(args, CheckedReservation { reservation, liveness });
-        (is_removed, why)
+        decide(args, &reservation, liveness)
     }
 
     #[test]
@@ -175,15 +132,15 @@ mod tests {
 
     #[test]
     fn what_was_to_go_and_was_not_removed_is_reported_as_kept() {
-        let one = |address: &str, is_removed| {
-            let (id, ifname) = ("c".to_owned(), Some("eth0".to_owned()));
-            let reservation = Reservation { address: address.parse().unwrap(), id, ifname, since: None };
-            Decision { reservation, is_removed, why: "because".to_owned() }
+        let one = |address: &str| {
+            let (address, ifname) = (address.parse().unwrap(), Some("eth0".to_owned()));
+            Decision { address, container_id: "c".to_owned(), ifname, reason: "because".to_owned() }
         };
-        let mut decided = [one("10.0.0.2", true), one("10.0.0.3", true), one("10.0.0.4", false)];
-        let removed = [decided[0].reservation.address];
-        assert_eq!(mark_unremoved_as_kept(&mut decided, &removed), [decided[1].reservation.address]);
-        let reported: Vec<(bool, &str)> = decided.iter().map(|one| (one.is_removed, one.why.as_str())).collect();
-        assert_eq!(reported, [(true, "because"), (false, "it has changed in the meantime"), (false, "because")]);
+        let (mut removed, mut kept) = (vec![one("10.0.0.2"), one("10.0.0.3")], vec![one("10.0.0.4")]);
+        let released = [removed[0].address];
+        assert_eq!(keep_unremoved(&mut removed, &mut kept, &released), [one("10.0.0.3").address]);
+        let reasons = |list: &[Decision]| list.iter().map(|one| one.reason.clone()).collect::<Vec<_>>();
+        assert_eq!(reasons(&removed), ["because"]);
+        assert_eq!(reasons(&kept), ["because", "it has changed in the meantime"]);
     }
 }

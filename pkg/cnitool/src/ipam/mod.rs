@@ -10,15 +10,19 @@ mod list;
 mod release;
 mod show;
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
 use clap::{Args, Subcommand};
+use cni::Error;
 use cni_ipam::Reservation;
+use serde::Serialize;
 
-use crate::call::{Call, Exit, Failure, Shared, Streams, failed};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
 use crate::help;
 use crate::node::ipam::IpamContext;
+use crate::report::{Colour, Report};
 
 /// See and repair the address reservations of host-local, and see the leases of dhcp
 #[derive(Debug, Args)]
@@ -69,30 +73,56 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
     outcome.map(|()| Exit::Done).map_err(|error| failed(verb, error, shared.format()))
 }
 
-/// Returns the time since `since`, such as `3 d`, in the largest unit that gives at least 2, or `?`
-/// if `since` is not known.
-fn age_text(since: Option<SystemTime>) -> String {
-    const MINUTE: u64 = 60;
-    const HOUR: u64 = 60 * MINUTE;
-    const DAY: u64 = 24 * HOUR;
-    match age_in_seconds(since) {
-        None => "?".to_owned(),
-        Some(age) if age < 2 * MINUTE => format!("{age} s"),
-        Some(age) if age < 2 * HOUR => format!("{} min", age / MINUTE),
-        Some(age) if age < 2 * DAY => format!("{} h", age / HOUR),
-        Some(age) => format!("{} d", age / DAY),
-    }
-}
-
 /// Returns the seconds since `since`, 0 for a time in the future, or `None` if `since` is not
 /// known.
 fn age_in_seconds(since: Option<SystemTime>) -> Option<u64> {
     Some(SystemTime::now().duration_since(since?).unwrap_or_default().as_secs())
 }
 
-/// Returns the container ID and the interface of a reservation, with control characters escaped.
-/// The interface is empty if the reservation has none.
-fn escaped_owner(reservation: &Reservation) -> (String, String) {
-    let escaped = |text: &str| text.escape_debug().to_string();
-    (escaped(&reservation.id), reservation.ifname.as_deref().map(escaped).unwrap_or_default())
+/// A reservation, and why it is removed or kept.
+#[derive(Clone, Serialize)]
+struct Decision {
+    address: IpAddr,
+    #[serde(rename = "containerID")]
+    container_id: String,
+    ifname: Option<String>,
+    reason: String,
+}
+
+impl Decision {
+    /// Returns the decision about a reservation.
+    fn new(Reservation { address, id, ifname, .. }: &Reservation, reason: &str) -> Decision {
+        Decision { address: *address, container_id: id.clone(), ifname: ifname.clone(), reason: reason.to_owned() }
+    }
+}
+
+/// Writes the report of a verb that removes reservations. `changed` is false if it only reports.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
+fn write_removal(
+    network: &str,
+    changed: bool,
+    [removed, kept]: [&[Decision]; 2],
+    format: Format,
+    streams: &mut Streams<'_>,
+) -> Result<(), Error> {
+    let mut report = Report::new(streams);
+    for (verb, colour, decisions) in [("keep", None, kept), ("remove", Some(Colour::Red), removed)] {
+        for Decision { address, container_id, ifname, reason } in decisions {
+            let owner = format!("{container_id} {}", ifname.as_deref().unwrap_or_default());
+            let owner = owner.trim().escape_debug();
+            report.painted(colour, &format!("{verb:<6}  {address}  {owner}  ({reason})"));
+        }
+    }
+    let counts = format!("{} of {}", removed.len(), removed.len() + kept.len());
+    report.line(match changed {
+        false => format!("{counts} would be removed. Nothing was changed."),
+        true => format!("{counts} are removed."),
+    });
+    report.set("network", network);
+    report.set("changed", changed);
+    report.set("removed", removed);
+    report.set("kept", kept);
+    report.write(streams, format)
 }

@@ -5,12 +5,12 @@ use std::net::IpAddr;
 use clap::{ArgGroup, Args};
 use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
-use serde_json::json;
 
+use super::{Decision, write_removal};
 use crate::call::Streams;
 use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
-use crate::report::{REFUSED, write_report};
+use crate::report::REFUSED;
 
 /// The arguments of `release`.
 #[derive(Debug, Args)]
@@ -77,12 +77,9 @@ impl IpamContext<'_, '_> {
         let released_addresses = locked.release_chosen(&selected)?;
         let mut released = selected;
         released.retain(|reservation| released_addresses.contains(&reservation.address));
-        let json = || {
-            let row = |Reservation { address, id, ifname, .. }: &Reservation| json!({"address": address, "containerID": id, "ifname": ifname});
-            json!({"network": args.network, "removed": released.iter().map(row).collect::<Vec<_>>()})
-        };
-        let text = |_| released.iter().map(|reservation| format!("released: {reservation}\n")).collect();
-        write_report(streams, self.shared.format(), json, text)?;
+        let released: Vec<Decision> =
+            released.iter().map(|reservation| Decision::new(reservation, "selected")).collect();
+        write_removal(&args.network, true, [&released, &[]], self.shared.format(), streams)?;
         read_outcome
     }
 }

@@ -1,6 +1,5 @@
 //! show: lists the reservations of a network.
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use clap::Args;
@@ -8,11 +7,11 @@ use cni::Error;
 use cni_ipam::{Listed, RangeSets};
 use serde_json::{Value, json};
 
-use super::{age_in_seconds, age_text, escaped_owner};
+use super::age_in_seconds;
 use crate::call::Streams;
-use crate::node::attachments::{CheckedReservation, Liveness};
-use crate::node::ipam::{IpamContext, NetworkPool};
-use crate::report::{Colour, Row, paint, table, write_report};
+use crate::node::attachments::CheckedReservation;
+use crate::node::ipam::IpamContext;
+use crate::report::{Colour, Report};
 
 /// The arguments of `show`.
 #[derive(Debug, Args)]
@@ -36,88 +35,40 @@ impl IpamContext<'_, '_> {
         let Listed { reservations, unusual, cooling, .. } = self.list_reservations(&pool)?;
         let checked = self.check_all(&pool.network, reservations)?;
         let folder = pool.folder().display().to_string();
-        let rows: Vec<ShownReservation> =
-            checked.into_iter().map(|checked| ShownReservation::new(checked, &pool)).collect();
-        let json = || {
-            let file = |(address, what): &(IpAddr, String)| json!({"address": address, "what": what});
-            let reservations: Vec<Value> = rows.iter().map(ShownReservation::as_json).collect();
-            let unusual: Vec<Value> = unusual.iter().map(file).collect();
-            let cooling_down =
-                cooling.iter().map(|(address, left)| json!({"address": address, "secondsLeft": whole_seconds(*left)}));
+        let is_outside = |address| {
+            let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
+            pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges))
+        };
+        let row = |CheckedReservation { reservation, liveness }: CheckedReservation| {
             json!({
-                "network": pool.network,
-                "folder": folder,
-                "reservations": reservations,
-                "unusual": unusual,
-                "coolingDown": cooling_down.collect::<Vec<Value>>(),
+                "address": reservation.address, "containerID": reservation.id, "ifname": reservation.ifname,
+                "ageSeconds": age_in_seconds(reservation.since), "state": liveness.word(), "reason": liveness.why(),
+                "outsideOfRanges": is_outside(reservation.address),
             })
         };
-        let text = |style| {
-            if rows.is_empty() && unusual.is_empty() && cooling.is_empty() {
-                return format!("Nothing is reserved in {folder}.\n");
-            }
-            let header = ["ADDRESS", "CONTAINER", "IFNAME", "AGE", "STATE", ""];
-            let table = table(&header, rows.iter().map(ShownReservation::as_row).collect(), style);
-            let unusual = unusual
-                .iter()
-                .map(|(address, what)| paint(style, Colour::Yellow, &format!("{address}: {what}")) + "\n");
-            let cooling = cooling.iter().map(|(address, left)| {
-                format!("{address}: cools down for another {} s (releaseCooldown)\n", whole_seconds(*left))
-            });
-            table + &unusual.collect::<String>() + &cooling.collect::<String>()
+        let colour = |row: &Value| match row["state"].as_str() {
+            Some("over") => Some(Colour::Red),
+            Some("unknown") => Some(Colour::Yellow),
+            _ => None,
         };
-        write_report(streams, self.shared.format(), json, text)
-    }
-}
-
-/// Returns the seconds of a duration, rounded up.
-fn whole_seconds(duration: Duration) -> u128 {
-    duration.as_millis().div_ceil(1000)
-}
-
-/// A reservation as the verb shows it.
-struct ShownReservation {
-    checked: CheckedReservation,
-    /// Whether its address is in none of the network's ranges, if these are known.
-    is_outside_ranges: bool,
-}
-
-impl ShownReservation {
-    /// Compares a reservation with the ranges of its pool.
-    fn new(checked: CheckedReservation, pool: &NetworkPool) -> ShownReservation {
-        let address = checked.reservation.address;
-        let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
-        ShownReservation { checked, is_outside_ranges: pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges)) }
-    }
-
-    /// Returns the reservation for `--json`.
-    fn as_json(&self) -> Value {
-        let CheckedReservation { reservation, liveness } = &self.checked;
-        json!({
-            "address": reservation.address,
-            "containerID": reservation.id,
-            "ifname": reservation.ifname,
-            "ageSeconds": age_in_seconds(reservation.since),
-            "state": liveness.word(),
-            "reason": liveness.why(),
-            "outsideOfRanges": self.is_outside_ranges,
-        })
-    }
-
-    /// Returns the row of the table. Reservations that are not in use are coloured.
-    fn as_row(&self) -> Row {
-        let CheckedReservation { reservation, liveness } = &self.checked;
-        let (id, ifname) = escaped_owner(reservation);
-        let mut why = liveness.why().to_owned();
-        if self.is_outside_ranges {
-            why += "; outside the network's ranges";
+        let mut report = Report::new(streams);
+        let columns = ["address", "containerID", "ifname", "ageSeconds", "state", "reason", "outsideOfRanges"];
+        let none = format!("No container has a reservation in {folder}.");
+        report.table("reservations", &columns, checked.into_iter().map(row).collect(), colour, &none);
+        for (address, what) in &unusual {
+            report.painted(Colour::Yellow, &format!("{address}: {what}"));
         }
-        let (address, age) = (reservation.address.to_string(), age_text(reservation.since));
-        let colour = match liveness {
-            Liveness::InUse(_) => None,
-            Liveness::ContainerGone(_) => Some(Colour::Red),
-            Liveness::Unknown(_) => Some(Colour::Yellow),
-        };
-        (vec![address, id, ifname, age, liveness.word().to_owned(), why], colour)
+        // Rounded up.
+        let seconds_left = |left: &Duration| left.as_millis().div_ceil(1000);
+        for (address, left) in &cooling {
+            report.line(format_args!("{address}: cools down for another {} s (releaseCooldown)", seconds_left(left)));
+        }
+        let unusual: Vec<Value> = unusual.iter().map(|(ip, what)| json!({"address": ip, "what": what})).collect();
+        let cooling = cooling.iter().map(|(ip, left)| json!({"address": ip, "secondsLeft": seconds_left(left)}));
+        report.set("unusual", unusual);
+        report.set("coolingDown", cooling.collect::<Vec<Value>>());
+        report.set("network", &pool.network);
+        report.set("folder", folder);
+        report.write(streams, self.shared.format())
     }
 }

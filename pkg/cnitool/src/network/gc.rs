@@ -11,36 +11,44 @@ use cni::config::ValidAttachments;
 use cni::{AttachmentId, Error};
 use libcni::NetworkList;
 use libcni::cache::Entry;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::VerbRun;
 use crate::call::{Format, Streams};
 use crate::node::attachments::Liveness;
-use crate::report::{REFUSED, write, write_json};
+use crate::report::{REFUSED, Report, counted};
 
 /// The decisions of gc about one network.
+#[derive(Serialize)]
 pub(super) struct Plan {
     pub(super) network: String,
-    pub(super) decisions: Vec<Decision>,
+    /// False if nothing is removed, because of `--dry-run` or `disableGC`. Otherwise true, even if
+    /// there was nothing to remove.
+    pub(super) changed: bool,
+    /// Why the plugins' GC is not run, if it is not.
+    #[serde(rename = "pluginsGCSkipped")]
+    pub(super) plugins_gc_skipped: Option<String>,
+    pub(super) removed: Vec<Decision>,
+    pub(super) kept: Vec<Decision>,
     /// The errors of the cache entries that cannot be read. Their attachments may be in use, but
     /// are only valid if `--keep` names them.
     pub(super) unreadable: Vec<String>,
-    /// Whether the plugins' GC is run, and otherwise why it is not.
-    pub(super) plugins_gc: Result<(), String>,
-    /// Whether nothing is removed, because of `--dry-run` or `disableGC`.
-    pub(super) only_reports: bool,
 }
 
-/// An attachment, and whether gc keeps it.
+/// An attachment, and why gc keeps or removes it.
+#[derive(Serialize)]
 pub(super) struct Decision {
-    pub(super) id: AttachmentId,
+    #[serde(rename = "containerID")]
+    pub(super) container_id: String,
+    pub(super) ifname: String,
     /// The path of the namespace in the result cache; empty if it is not known.
     pub(super) netns: String,
-    pub(super) is_kept: bool,
-    /// The word for the reason in `--json`.
+    /// The word for the reason.
     pub(super) state: &'static str,
     /// The reason for people.
-    pub(super) why: String,
+    pub(super) reason: String,
+    #[serde(skip)]
+    pub(super) is_kept: bool,
 }
 
 impl VerbRun<'_, '_> {
@@ -58,8 +66,8 @@ impl VerbRun<'_, '_> {
         let list = self.configuration()?;
         list.version()?;
         let plan = self.plan(&list)?;
-        let needs_consent = !plan.only_reports && !self.command.all;
-        if needs_consent && plan.keeps_nothing() {
+        let needs_consent = plan.changed && !self.command.all;
+        if needs_consent && plan.kept.is_empty() {
             let msg =
                 "no attachment of this network is known to be in use, so everything of the network would be removed";
             let details = "name attachments in use with --keep CONTAINER-ID/IFNAME, list what would be removed with --dry-run, or confirm with --all";
@@ -75,18 +83,36 @@ impl VerbRun<'_, '_> {
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
-        // The text is printed before anything is removed, so that it is complete even if the
-        // removal fails.
-        if self.command.shared.format() == Format::Text {
-            write(streams, &plan.text())?;
+        self.print_around(
+            &[&plan],
+            streams,
+            || if plan.changed { self.runtime.gc(&list, &plan.valid()) } else { Ok(()) },
+        )
+    }
+
+    /// Prints the decisions and carries them out. The text is printed before anything is removed,
+    /// so that it is complete even if the removal fails. The JSON document reports what was removed.
+    ///
+    /// # Errors
+    /// Code 5 if stdout cannot be written; the error of `remove`.
+    pub(super) fn print_around(
+        &self,
+        plans: &[&Plan],
+        streams: &mut Streams<'_>,
+        remove: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let (format, mut report) = (self.command.shared.format(), Report::new(streams));
+        plans.iter().for_each(|plan| plan.add_to(&mut report));
+        if plans.is_empty() {
+            report.line("No network is configured or in a result cache.");
         }
-        if !plan.only_reports {
-            self.runtime.gc(&list, &plan.valid())?;
+        report.set("networks", plans);
+        if format == Format::Text {
+            report.write(streams, format)?;
+            return remove();
         }
-        match self.command.shared.format() {
-            Format::Text => Ok(()),
-            Format::Json => write_json(streams, &plan.json()),
-        }
+        remove()?;
+        report.write(streams, format)
     }
 
     /// Decides which attachments gc keeps and removes.
@@ -99,31 +125,33 @@ impl VerbRun<'_, '_> {
         let mut decisions: Vec<Decision> = cached.entries.iter().map(|entry| self.check_entry(entry)).collect();
         for (id, ifname) in &self.command.keep {
             let id = AttachmentId::new(list.name(), id, ifname);
-            if !decisions.iter().any(|decision| decision.id == id) {
-                let why = "named with --keep; not in the result cache".to_owned();
-                decisions.push(Decision { id, netns: String::new(), is_kept: true, state: "named", why });
+            if !cached.entries.iter().any(|entry| entry.id() == id) {
+                let reason = "named with --keep; not in the result cache".to_owned();
+                decisions.push(Decision::new(id, String::new(), (true, "named", reason)));
             }
         }
+        let (kept, removed) = decisions.into_iter().partition(|decision| decision.is_kept);
         Ok(Plan {
             network: list.name().to_owned(),
-            decisions,
+            changed: !self.command.dry_run && !list.disable_gc(),
+            plugins_gc_skipped: None,
+            removed,
+            kept,
             unreadable: cached.problems,
-            plugins_gc: Ok(()),
-            only_reports: self.command.dry_run || list.disable_gc(),
         })
     }
 
     /// Decides whether gc keeps the attachment of a cache entry.
     fn check_entry(&self, entry: &Entry) -> Decision {
         let id = entry.id();
-        let (is_kept, state, why) = match self.is_named(&id) {
+        let decision = match self.is_named(&id) {
             true => (true, "named", "named with --keep".to_owned()),
             false => {
                 let liveness = Liveness::of(entry, self.call.machine);
                 (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned())
             }
         };
-        Decision { id, netns: entry.attachment.netns.clone(), is_kept, state, why }
+        Decision::new(id, entry.attachment.netns.clone(), decision)
     }
 
     /// Whether `--keep` names an attachment.
@@ -132,62 +160,41 @@ impl VerbRun<'_, '_> {
     }
 }
 
+impl Decision {
+    /// Returns the decision about an attachment: whether it is kept, and the word and the text of
+    /// the reason.
+    pub(super) fn new(
+        AttachmentId { container_id, ifname, .. }: AttachmentId,
+        netns: String,
+        (is_kept, state, reason): (bool, &'static str, String),
+    ) -> Decision {
+        Decision { container_id, ifname, netns, state, reason, is_kept }
+    }
+}
+
 impl Plan {
     /// Returns the valid attachments, which are passed to the plugins' GC.
     pub(super) fn valid(&self) -> ValidAttachments {
-        let kept = self.decisions.iter().filter(|decision| decision.is_kept);
-        kept.map(|decision| (decision.id.container_id.clone(), decision.id.ifname.clone())).collect()
+        self.kept.iter().map(|decision| (decision.container_id.clone(), decision.ifname.clone())).collect()
     }
 
-    /// Whether no attachment is valid.
-    pub(super) fn keeps_nothing(&self) -> bool {
-        !self.decisions.iter().any(|decision| decision.is_kept)
-    }
-
-    /// Returns the report for people.
-    pub(super) fn text(&self) -> String {
-        let mut text = String::new();
-        for Decision { id: AttachmentId { container_id, ifname, .. }, is_kept, why, .. } in &self.decisions {
+    /// Adds the decisions for people.
+    fn add_to(&self, report: &mut Report) {
+        report.line(format_args!("{}:", self.network));
+        for Decision { container_id, ifname, reason, is_kept, .. } in self.kept.iter().chain(&self.removed) {
             let verb = if *is_kept { "keep" } else { "remove" };
-            text += &format!("{verb:<6}  {container_id}/{ifname}  ({why})\n");
+            report.line(format_args!("{verb:<6}  {container_id}/{ifname}  ({reason})"));
         }
-        for problem in &self.unreadable {
-            text += &format!("unknown {problem}\n");
-        }
-        text += &match &self.plugins_gc {
-            Ok(()) => {
-                let valid = match self.decisions.iter().filter(|decision| decision.is_kept).count() {
-                    1 => "1 attachment".to_owned(),
-                    count => format!("{count} attachments"),
-                };
-                format!("The plugins of {} keep everything of {valid} and remove the rest.\n", self.network)
+        self.unreadable.iter().for_each(|problem| report.line(format_args!("unknown {problem}")));
+        report.line(match &self.plugins_gc_skipped {
+            None => {
+                let valid = counted(self.kept.len(), "attachment");
+                format!("The plugins of {} keep everything of {valid} and remove the rest.", self.network)
             }
-            Err(why) => format!("The GC of the plugins of {} is not run: {why}.\n", self.network),
-        };
-        if self.only_reports {
-            text += "Nothing was changed.\n";
-        }
-        text
-    }
-
-    /// Returns the report for `--json`.
-    pub(super) fn json(&self) -> Value {
-        let decision_json = |Decision { id, netns, state, why, .. }: &Decision| json!({"containerID": id.container_id, "ifname": id.ifname, "netns": netns, "state": state, "reason": why});
-        let [kept, removed] = [true, false].map(|is_kept| {
-            let chosen = self.decisions.iter().filter(|decision| decision.is_kept == is_kept);
-            chosen.map(decision_json).collect::<Vec<Value>>()
+            Some(why) => format!("The GC of the plugins of {} is not run: {why}.", self.network),
         });
-        let valid = self.valid();
-        let valid = valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname}));
-        // `changed` is true unless gc only reports, even if there was nothing to remove.
-        json!({
-            "network": self.network,
-            "changed": !self.only_reports,
-            "pluginsGC": self.plugins_gc.is_ok(),
-            "removed": removed,
-            "kept": kept,
-            "unreadable": self.unreadable,
-            "valid": valid.collect::<Vec<_>>(),
-        })
+        if !self.changed {
+            report.line("Nothing was changed.");
+        }
     }
 }

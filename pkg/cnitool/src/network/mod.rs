@@ -17,7 +17,8 @@ use libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
 use crate::call::{Call, Exit, Failure, Format, Streams, Variables, failed};
-use crate::report::{write_json, write_raw};
+use crate::node;
+use crate::report::{did_you_mean, write_json, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
 
 pub(crate) use options::{Attach, Collect, Command, Detach, Named};
@@ -52,7 +53,7 @@ pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) 
         Verb::Del => verb_run.del(streams),
         Verb::Gc if command.sweeps() => verb_run.sweep(streams),
         Verb::Gc => verb_run.gc(streams),
-        Verb::Status => verb_run.status(streams),
+        Verb::Status => return verb_run.status(streams).map_err(to_failure),
         Verb::Version => return verb_run.version(streams).map_err(to_failure),
     };
     outcome.map(|()| Exit::Done).map_err(to_failure)
@@ -121,17 +122,6 @@ impl VerbRun<'_, '_> {
         self.print_success(streams)
     }
 
-    /// Runs STATUS of the plugins.
-    ///
-    /// # Errors
-    /// - As [`configuration`](VerbRun::configuration).
-    /// - The error of STATUS.
-    fn status(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let list = self.configuration()?;
-        self.runtime.status(&list)?;
-        self.print_success(streams)
-    }
-
     /// Prints that a verb without a result has succeeded: nothing as text, or a JSON document.
     fn print_success(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         match self.command.shared.format() {
@@ -148,9 +138,14 @@ impl VerbRun<'_, '_> {
     /// # Errors
     /// Code 7 if the network is not configured; the error of its file if the file is invalid.
     fn configuration(&self) -> Result<NetworkList, Error> {
-        self.conf_folder.find(&self.command.network, &self.runtime.notes).map_err(|error| match error.details() {
-            "" => error.with_details("'cnitool validate' lists the configured networks"),
-            _ => error,
+        let name = &self.command.network;
+        self.conf_folder.find(name, &self.runtime.notes).map_err(|error| {
+            let lists = node::networks(&self.conf_folder).unwrap_or_default();
+            let hint = did_you_mean(name, &lists.iter().map(NetworkList::name).collect::<Vec<_>>());
+            match error.details() {
+                "" => error.with_details(format!("'cnitool validate' lists the configured networks{hint}")),
+                _ => error,
+            }
         })
     }
 

@@ -12,7 +12,7 @@ use crate::call::{Failure, Shared};
 #[derive(Debug)]
 pub(crate) struct Command {
     pub(super) verb: Verb,
-    /// The network's name; empty for a gc of all networks.
+    /// The network's name; empty for all networks.
     pub(super) network: String,
     /// The path of the namespace as the user gave it, which may be relative.
     pub(super) netns: Option<OsString>,
@@ -111,8 +111,8 @@ pub(crate) struct SweepOptions {
 /// The arguments of `status` and `version`.
 #[derive(Debug, Args)]
 pub(crate) struct Named {
-    /// The network's name
-    network: String,
+    /// The network's name [all configured networks]
+    network: Option<String>,
     /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
@@ -197,7 +197,7 @@ impl Collect {
 impl Named {
     /// Converts the arguments to the command `verb`, which is `Status` or `Version`.
     pub(crate) fn into_command(self, verb: Verb, shared: Shared) -> Command {
-        Command::new(verb, self.network, shared)
+        Command::new(verb, self.network.unwrap_or_default(), shared)
     }
 }
 

@@ -13,16 +13,15 @@ use std::time::{Duration, SystemTime};
 use cni::{AttachmentId, Error};
 use libcni::cache::Entry;
 use libcni::{Attachment, NetworkList, Runtime};
-use serde_json::{Value, json};
 
 use super::VerbRun;
 use super::gc::{Decision, Plan};
 use super::valid_list::ValidList;
-use crate::call::{Format, Streams};
+use crate::call::Streams;
 use crate::node::attachments::Liveness;
 use crate::node::leftovers::attachment_of_owner;
 use crate::node::snapshot::{Record, Snapshot};
-use crate::report::{REFUSED, write, write_json};
+use crate::report::{REFUSED, did_you_mean};
 
 /// The default of `--min-age`, in seconds. A runtime lists a pod only after its containers can be
 /// started, and kubelet waits for that for 240 seconds.
@@ -87,22 +86,19 @@ impl VerbRun<'_, '_> {
         let networks = self.find_networks(&snapshot)?;
         let plans: Vec<Plan> =
             networks.iter().map(|(name, network)| self.plan_network(name, network, &evidence)).collect();
-        if self.command.shared.format() == Format::Text {
-            write(streams, &as_text(&plans))?;
-        }
-        let mut errors = Vec::new();
-        for (plan, network) in plans.iter().zip(networks.values()).filter(|(plan, _)| !plan.only_reports) {
-            for decision in plan.decisions.iter().filter(|decision| !decision.is_kept) {
-                errors.extend(self.remove(&decision.id, &network.lists, &evidence));
+        self.print_around(&plans.iter().collect::<Vec<_>>(), streams, || {
+            let mut errors = Vec::new();
+            for (plan, network) in plans.iter().zip(networks.values()).filter(|(plan, _)| plan.changed) {
+                for Decision { container_id, ifname, .. } in &plan.removed {
+                    let id = AttachmentId::new(&plan.network, container_id, ifname);
+                    errors.extend(self.remove(&id, &network.lists, &evidence));
+                }
+                if plan.plugins_gc_skipped.is_none() {
+                    errors.extend(network.lists.iter().filter_map(|l| self.runtime.gc_plugins(l, &plan.valid()).err()));
+                }
             }
-            if plan.plugins_gc.is_ok() {
-                errors.extend(network.lists.iter().filter_map(|l| self.runtime.gc_plugins(l, &plan.valid()).err()));
-            }
-        }
-        if self.command.shared.format() == Format::Json {
-            write_json(streams, &json!({"networks": plans.iter().map(Plan::json).collect::<Vec<Value>>()}))?;
-        }
-        Error::join(errors)
+            Error::join(errors)
+        })
     }
 
     /// Returns the network in the arguments, or all networks that are configured or in a result
@@ -120,10 +116,14 @@ impl VerbRun<'_, '_> {
             }
         }
         if !self.command.network.is_empty() {
+            let names: Vec<&str> = networks.keys().map(String::as_str).collect();
+            let hint = did_you_mean(&self.command.network, &names);
             networks.retain(|name, _| *name == self.command.network);
             if networks.is_empty() {
-                let msg = format!("network {:?} is neither configured nor in a result cache", self.command.network);
-                return Err(Error::config(msg));
+                let network = &self.command.network;
+                return Err(Error::config(format!(
+                    "network {network:?} is neither configured nor in a result cache{hint}"
+                )));
             }
         }
         let mut add = |id: &AttachmentId, change: &mut dyn FnMut(&mut Traces<'a>)| {
@@ -170,33 +170,27 @@ impl VerbRun<'_, '_> {
     fn plan_network(&self, name: &str, network: &Network<'_>, evidence: &Evidence) -> Plan {
         let decide = |((container, ifname), traces): (&(String, String), &Traces<'_>)| {
             let id = AttachmentId::new(name, container, ifname);
-            let (is_kept, state, why) = self.decide(&id, traces, evidence);
+            let decision = self.decide(&id, traces, evidence);
             let netns = traces.entries.first().map(|entry| entry.attachment.netns.clone()).unwrap_or_default();
-            Decision { id, netns, is_kept, state, why }
+            Decision::new(id, netns, decision)
         };
         let disables_gc = network.lists.iter().any(NetworkList::disable_gc);
-        let mut plan = Plan {
-            network: name.to_owned(),
-            decisions: network.attachments.iter().map(decide).collect(),
-            // The files of another network can have this prefix too.
-            unreadable: evidence
-                .unreadable
-                .iter()
-                .filter(|line| line.contains(&format!("/{name}-")))
-                .cloned()
-                .collect(),
-            plugins_gc: Ok(()),
-            only_reports: self.command.dry_run || disables_gc,
-        };
-        plan.plugins_gc = match () {
-            () if disables_gc => Err("disableGC is set in its configuration".to_owned()),
-            () if !self.command.sweep.plugins => Err("it is only run with --plugins".to_owned()),
-            () if !self.command.all && (plan.keeps_nothing() || !plan.unreadable.is_empty()) => {
-                Err("no attachment is known to be in use, or a cache entry cannot be read; --all runs it".to_owned())
+        let (kept, removed): (Vec<Decision>, _) =
+            network.attachments.iter().map(decide).partition(|decision| decision.is_kept);
+        // The files of another network can have this prefix too.
+        let prefix = format!("/{name}-");
+        let unreadable: Vec<String> =
+            evidence.unreadable.iter().filter(|line| line.contains(&prefix)).cloned().collect();
+        let why_skipped = match () {
+            () if disables_gc => Some("disableGC is set in its configuration"),
+            () if !self.command.sweep.plugins => Some("it is only run with --plugins"),
+            () if !self.command.all && (kept.is_empty() || !unreadable.is_empty()) => {
+                Some("no attachment is known to be in use, or a cache entry cannot be read; --all runs it")
             }
-            () => Ok(()),
+            () => None,
         };
-        plan
+        let (changed, plugins_gc_skipped) = (!self.command.dry_run && !disables_gc, why_skipped.map(str::to_owned));
+        Plan { network: name.to_owned(), changed, plugins_gc_skipped, removed, kept, unreadable }
     }
 
     /// Decides whether an attachment is kept, with the word and the text of the reason.
@@ -279,12 +273,4 @@ impl Evidence {
     fn is_young(&self, since: SystemTime) -> bool {
         since >= self.young_since
     }
-}
-
-/// Returns the report for people: a heading and the decisions for each network.
-fn as_text(plans: &[Plan]) -> String {
-    if plans.is_empty() {
-        return "No network is configured or in a result cache.\n".to_owned();
-    }
-    plans.iter().map(|plan| format!("{}:\n{}", plan.network, plan.text())).collect()
 }

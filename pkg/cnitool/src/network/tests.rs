@@ -163,7 +163,7 @@ fn gc_keeps_what_has_a_namespace_or_is_named() {
         r#"[{"containerID":"far","ifname":"eth1"},{"containerID":"x","ifname":"eth0"},{"containerID":"z","ifname":"eth0"}]"#
     );
 
-    let json = node.call("gc net --dry-run --json").json();
+    let json = node.call("gc net --dry-run --json").json()["networks"][0].clone();
     assert_eq!((json["changed"].as_bool(), json["removed"][0]["containerID"].as_str()), (Some(false), Some("z")));
 }
 
@@ -213,7 +213,7 @@ fn gc_removes_nothing_beside_an_unreadable_file_without_all() {
         let dry = node.call_ok("gc net --dry-run");
         assert!(dry.contains(&format!("unknown {}: ", results.join(file).display())), "{dry}");
     }
-    let json = node.call("gc net --dry-run --json").json();
+    let json = node.call("gc net --dry-run --json").json()["networks"][0].clone();
     assert_eq!(json["unreadable"].as_array().map(Vec::len), Some(2), "{json}");
     assert_eq!(node.take_call_names(), "");
     node.call_ok("gc net --all --keep old/eth0");
@@ -243,12 +243,26 @@ fn gc_keeps_what_it_cannot_judge_and_lets_disable_gc_rule() {
 #[test]
 fn status_needs_no_namespace_and_keeps_the_code() {
     let mut node = Node::new();
-    assert_eq!(node.call_ok("status net"), "");
-    assert_eq!(node.call_ok("status net /run/netns/ignored"), "");
-    assert_eq!(node.call("status net --json").json()["ok"], true);
+    assert_eq!(node.call_ok("status net"), "  net          ready\n");
+    assert_eq!(node.call_ok("status net /run/netns/ignored"), node.call_ok("status"));
+    assert_eq!(node.call("status --json").json()["networks"][0]["ready"], true);
     node.fail("a STATUS", 50);
+    let outcome = node.call("status");
+    assert!(outcome.exit == Exit::Failed && outcome.stdout.contains("! net          plugin "), "{}", outcome.stdout);
+    assert!(outcome.stderr.starts_with("cnitool: status: ") && outcome.stderr.contains(" 50: "), "{}", outcome.stderr);
     let outcome = node.call("status net --json");
-    assert_eq!((outcome.exit, outcome.json()["code"].as_u64()), (Exit::Failed, Some(50)));
+    assert_eq!((outcome.exit, outcome.json()["networks"][0]["error"]["code"].as_u64()), (Exit::Failed, Some(50)));
+}
+
+#[test]
+fn a_mistyped_network_is_answered_with_the_nearest_name() {
+    let node = Node::new();
+    for args in ["status nat", "add nte x", "gc nets --plugins", "validate ney"] {
+        let outcome = node.call(args);
+        let hint = outcome.stderr.contains("; did you mean \"net\"?");
+        assert!(outcome.exit == Exit::Failed && hint, "{args}: {}", outcome.stderr);
+    }
+    assert!(!node.call("status other").stderr.contains("did you mean"));
 }
 
 #[test]
@@ -258,7 +272,7 @@ fn version_lists_the_plugins_and_fails_if_one_does_not_fit() {
     let path = node.folder.path().join("bin/a");
     assert!(text.starts_with("network net uses CNI version 1.1.0\n"), "{text}");
     assert!(text.contains(&format!("a  {}  1.0.0 1.1.0\n", path.display())), "{text}");
-    let json = node.call("version net --json").json();
+    let json = node.call("version --json").json()["networks"][0].clone();
     assert_eq!((json["plugins"][1]["type"].as_str(), json["capabilities"][0].as_str()), (Some("b"), Some("mac")));
     node.configure(r#"{"cniVersion":"0.4.0","name":"net","plugins":[{"type":"a"},{"type":"absent"}]}"#);
     let outcome = node.call("version net");
@@ -274,12 +288,12 @@ fn version_as_json_names_the_plugin_that_fails() {
     node.fail("b VERSION", 7);
     let outcome = node.call("version net --json");
     assert_eq!((outcome.exit, outcome.stderr.as_str()), (Exit::Failed, ""));
-    let [a, b] = [0, 1].map(|index| outcome.json()["plugins"][index].clone());
+    let [a, b] = [0, 1].map(|index| outcome.json()["networks"][0]["plugins"][index].clone());
     assert_eq!((&a["versions"][1], &a["error"]), (&"1.1.0".into(), &serde_json::Value::Null));
     assert_eq!((b["type"].as_str(), b["error"]["code"].as_u64()), (Some("b"), Some(7)));
     node.configure(r#"{"cniVersion":"0.4.0","name":"net","plugins":[{"type":"a"},{"type":"absent"}]}"#);
     let outcome = node.call("version net --json");
-    let codes = [0, 1].map(|index| outcome.json()["plugins"][index]["error"]["code"].as_u64());
+    let codes = [0, 1].map(|index| outcome.json()["networks"][0]["plugins"][index]["error"]["code"].as_u64());
     assert_eq!((outcome.exit, codes), (Exit::Failed, [Some(1), Some(4)]));
 }
 

@@ -1,27 +1,36 @@
-//! version: lists the plugins of a network with their paths and the versions that they support.
+//! status and version: whether the plugins of a network, or of all networks, can handle an ADD, and
+//! which versions they support.
 
 use cni::delegate::find_plugin;
 use cni::{Code, Error};
+use libcni::NetworkList;
 use serde_json::{Value, json};
 
 use super::VerbRun;
 use crate::call::{Exit, Format, Streams};
-use crate::report::{error_json, write, write_json};
-
-/// A plugin of the network.
-struct ListedPlugin<'a> {
-    kind: &'a str,
-    /// Its path, or `None` if it is missing.
-    path: Option<String>,
-    /// The versions that it supports; empty if they are not known.
-    versions: Vec<String>,
-    /// Why they are not known, or that the network's version is not one of them.
-    problem: Option<Error>,
-}
+use crate::node;
+use crate::report::{Report, error_json};
 
 impl VerbRun<'_, '_> {
-    /// Runs `cnitool version`: prints the list of the plugins, even if there is an error. With
-    /// `--json`, the errors are part of the list.
+    /// Runs `cnitool status`: runs STATUS of the plugins, and prints the outcome for each network.
+    ///
+    /// # Errors
+    /// - As [`configuration`](VerbRun::configuration).
+    /// - Unless `--json` is given, the errors of STATUS, as one error.
+    pub(super) fn status(&self, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+        let (mut report, mut errors, mut networks) = (Report::new(streams), Vec::new(), Vec::new());
+        for list in self.lists()? {
+            let error = self.runtime.status(&list).err();
+            let text = error.as_ref().map_or_else(|| "ready".to_owned(), ToString::to_string);
+            report.fact(error.is_some(), list.name(), &text);
+            let json = error.as_ref().map(error_json);
+            networks.push(json!({"network": list.name(), "ready": error.is_none(), "error": json}));
+            errors.extend(error);
+        }
+        self.write_answers(report, networks, errors, streams)
+    }
+
+    /// Runs `cnitool version`: prints the plugins of each network, even if there is an error.
     ///
     /// # Errors
     /// As [`configuration`](VerbRun::configuration). Otherwise, unless `--json` is given, these,
@@ -29,56 +38,73 @@ impl VerbRun<'_, '_> {
     /// - Code 4 if a plugin is missing, 6 if its answer cannot be decoded, or the plugin's error.
     /// - Code 1 if a plugin does not support the network's version.
     pub(super) fn version(&self, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-        let list = self.configuration()?;
-        // A configuration without a version has version 0.1.0.
-        let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
-        let plugins: Vec<ListedPlugin<'_>> =
-            list.plugins().iter().map(|plugin| self.ask_plugin(plugin.kind(), wanted)).collect();
-        if self.command.shared.format() == Format::Json {
-            let rows: Vec<Value> = plugins.iter().map(ListedPlugin::as_json).collect();
+        let (mut report, mut errors, mut networks) = (Report::new(streams), Vec::new(), Vec::new());
+        for list in self.lists()? {
+            // A configuration without a version has version 0.1.0.
+            let wanted = if list.cni_version().is_empty() { "0.1.0" } else { list.cni_version() };
+            report.line(format_args!("network {} uses CNI version {wanted}", list.name()));
+            let mut plugins = Vec::new();
+            for plugin in list.plugins() {
+                let kind = plugin.kind();
+                let (path, versions, error) = self.ask_plugin(kind, wanted);
+                let known = if versions.is_empty() { "-".to_owned() } else { versions.join(" ") };
+                report.line(format_args!("{kind}  {}  {known}", path.as_deref().unwrap_or("not found")));
+                let json = error.as_ref().map(error_json);
+                plugins.push(json!({"type": kind, "path": path, "versions": versions, "error": json}));
+                errors.extend(error);
+            }
             let (name, capabilities) = (list.name(), list.capabilities());
-            let network = json!({"network": name, "cniVersion": wanted, "capabilities": capabilities, "plugins": rows});
-            write_json(streams, &network)?;
-            let has_problem = plugins.iter().any(|plugin| plugin.problem.is_some());
-            return Ok(if has_problem { Exit::Failed } else { Exit::Done });
+            networks
+                .push(json!({"network": name, "cniVersion": wanted, "capabilities": capabilities, "plugins": plugins}));
         }
-        let mut text = format!("network {} uses CNI version {wanted}\n", list.name());
-        for ListedPlugin { kind, path, versions, .. } in &plugins {
-            let path = path.as_deref().unwrap_or("not found");
-            let versions = if versions.is_empty() { "-".to_owned() } else { versions.join(" ") };
-            text += &format!("{kind}  {path}  {versions}\n");
-        }
-        write(streams, &text)?;
-        Error::join(plugins.into_iter().filter_map(|plugin| plugin.problem))?;
-        Ok(Exit::Done)
+        self.write_answers(report, networks, errors, streams)
     }
 
-    /// Returns the path of a plugin and the versions that it supports. `wanted` is the network's
-    /// version.
-    fn ask_plugin<'k>(&self, kind: &'k str, wanted: &str) -> ListedPlugin<'k> {
+    /// Returns the network in the arguments, or all networks.
+    ///
+    /// # Errors
+    /// As [`configuration`](VerbRun::configuration).
+    fn lists(&self) -> Result<Vec<NetworkList>, Error> {
+        match self.command.network.is_empty() {
+            true => node::networks(&self.conf_folder),
+            false => Ok(vec![self.configuration()?]),
+        }
+    }
+
+    /// Writes the answers, which contain the errors.
+    ///
+    /// # Errors
+    /// Code 5 if stdout cannot be written; without `--json` the errors, as one error.
+    fn write_answers(
+        &self,
+        mut report: Report,
+        networks: Vec<Value>,
+        errors: Vec<Error>,
+        streams: &mut Streams<'_>,
+    ) -> Result<Exit, Error> {
+        let format = self.command.shared.format();
+        report.set("networks", networks);
+        report.write(streams, format)?;
+        match errors.is_empty() {
+            true => Ok(Exit::Done),
+            false if format == Format::Json => Ok(Exit::Failed),
+            false => Error::join(errors).map(|()| Exit::Done),
+        }
+    }
+
+    /// Returns the path of a plugin, the versions that it supports, and why they are not known or
+    /// that `wanted`, the network's version, is not one of them.
+    fn ask_plugin(&self, kind: &str, wanted: &str) -> (Option<String>, Vec<String>, Option<Error>) {
         // If the plugin is missing, `supported_versions` returns the error.
         let path = find_plugin(kind, &self.runtime.plugin_folders).ok().map(|path| path.display().to_string());
-        let (versions, problem) = match self.runtime.supported_versions(kind) {
-            Err(error) => (Vec::new(), Some(error)),
+        match self.runtime.supported_versions(kind) {
+            Err(error) => (path, Vec::new(), Some(error)),
             Ok(versions) => {
                 let fits = versions.is_empty() || versions.iter().any(|version| version == wanted);
                 let msg = || format!("plugin {kind} does not support config version {wanted:?}");
-                let problem = (!fits).then(|| Error::new(Code::INCOMPATIBLE_VERSION, msg()));
-                (versions, problem)
+                let error = (!fits).then(|| Error::new(Code::INCOMPATIBLE_VERSION, msg()));
+                (path, versions, error)
             }
-        };
-        ListedPlugin { kind, path, versions, problem }
-    }
-}
-
-impl ListedPlugin<'_> {
-    /// Returns the plugin for `--json`. It has an `error` only if there is a problem.
-    fn as_json(&self) -> Value {
-        let path = self.path.as_deref().unwrap_or_default();
-        let mut json = json!({"type": self.kind, "path": path, "versions": self.versions});
-        if let Some(problem) = &self.problem {
-            json["error"] = error_json(problem);
         }
-        json
     }
 }

@@ -18,25 +18,29 @@ use cni_linux::{Link, LinkKind};
 use libcni::NetworkList;
 use libcni::cache::Entry;
 use plugin_dhcp::leases::Lease;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 
 use super::attachments::{CheckedReservation, Liveness};
 use super::plugins_of_type;
 use super::snapshot::{ListedPool, Snapshot, has_go_name};
 use crate::call::Call;
 
-/// A leftover object.
+/// A leftover object. What is not known of it is `None`.
+#[derive(Serialize)]
 pub(crate) struct Leftover {
     /// The kind of object: `link`, `rule`, `reservation`, …
     pub(crate) kind: &'static str,
-    /// A description of the object.
-    pub(crate) what: String,
-    /// The network, if it is known.
+    /// The object: its name, address, rule or path.
+    object: String,
+    /// The folder, chain or socket that has the object.
+    place: Option<String>,
     pub(crate) network: Option<String>,
-    /// The container's ID, if it is known.
-    pub(crate) container: Option<String>,
+    #[serde(rename = "containerID")]
+    pub(crate) container_id: Option<String>,
+    ifname: Option<String>,
     /// Why it is a leftover.
-    pub(crate) why: String,
+    pub(crate) reason: String,
     /// The command that removes it.
     pub(crate) command: String,
 }
@@ -55,26 +59,30 @@ impl Leftover {
     /// Returns a leftover of `attachment`, if that is known.
     fn new(
         kind: &'static str,
-        what: String,
+        (object, place): (impl Into<String>, Option<String>),
         attachment: Option<&AttachmentId>,
-        why: impl Into<String>,
+        reason: &str,
         command: String,
     ) -> Leftover {
-        let network = attachment.map(|attachment| attachment.network.clone());
-        let container = attachment.map(|attachment| attachment.container_id.clone());
-        Leftover { kind, what, network, container, why: why.into(), command }
+        Leftover {
+            kind,
+            object: object.into(),
+            place,
+            network: attachment.map(|attachment| attachment.network.clone()),
+            container_id: attachment.map(|attachment| attachment.container_id.clone()),
+            ifname: attachment.map(|attachment| attachment.ifname.clone()).filter(|name| !name.is_empty()),
+            reason: reason.to_owned(),
+            command,
+        }
     }
 
-    /// Returns the leftover for `inspect --json`.
-    pub(crate) fn json(&self) -> Value {
-        json!({
-            "kind": self.kind,
-            "what": self.what,
-            "network": self.network,
-            "containerID": self.container,
-            "reason": self.why,
-            "command": self.command,
-        })
+    /// Returns the object and its attachment for people.
+    pub(crate) fn text(&self) -> String {
+        let known = [&self.network, &self.container_id, &self.ifname];
+        let words: Vec<&str> = known.into_iter().map(|name| name.as_deref().unwrap_or("?")).collect();
+        let owner = if known == [&None; 3] { String::new() } else { format!(" of {}", words.join(" ")) };
+        let place = self.place.as_ref().map(|place| format!("  [{place}]")).unwrap_or_default();
+        format!("{}{owner}{place}", self.object)
     }
 }
 
@@ -142,11 +150,11 @@ fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<L
     for entry in &snapshot.attachments.cached {
         let Liveness::ContainerGone(why) = Liveness::of(entry, call.machine) else { continue };
         let attachment = entry.id();
-        let what = format!("{} {} {}", attachment.network, attachment.container_id, attachment.ifname);
         // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
         // in the cache entry.
         let command = quoted_del_command(&attachment);
-        leftovers.push(Leftover::new("attachment", what, Some(&attachment), why, command));
+        let object = ("cache entry", None);
+        leftovers.push(Leftover::new("attachment", object, Some(&attachment), &why, command));
     }
 }
 
@@ -155,11 +163,9 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let links = snapshot.attachments.aliased_links.iter().map(|(attachment, link)| (attachment, link));
     let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
     for (attachment, link) in links.chain(ifbs).filter(|(attachment, _)| !snapshot.attachments.is_cached(attachment)) {
-        let AttachmentId { network, container_id, ifname } = attachment;
-        let what = format!("{}, alias of {network} {container_id} {ifname}", link.name);
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
         let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
-        leftovers.push(Leftover::new("link", what, Some(attachment), NOT_CACHED, command));
+        leftovers.push(Leftover::new("link", (&link.name, None), Some(attachment), NOT_CACHED, command));
     }
 }
 
@@ -170,10 +176,9 @@ fn add_ifbs_without_alias(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         // An attachment's ifb has one of these names.
         let possible_names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
         if !snapshot.attachments.cached.iter().any(|entry| possible_names(entry).contains(&ifb.name)) {
-            let what = format!("{}, without an alias", ifb.name);
             let why = "the result cache has no container whose bandwidth it could limit";
             let command = format!("ip link delete dev {}", ifb.name);
-            leftovers.push(Leftover::new("link", what, None, why, command));
+            leftovers.push(Leftover::new("link", (&ifb.name, None), None, why, command));
         }
     }
 }
@@ -208,8 +213,7 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
                     format!("ip link set dev {current} down && ip link set dev {current} name {original} alias ''")
                 }
             };
-            let what = format!("{}, original name {name}", link.name);
-            leftovers.push(Leftover::new("device", what, None, RETURNED_DEVICE, command));
+            leftovers.push(Leftover::new("device", (&link.name, None), None, RETURNED_DEVICE, command));
         }
     }
 }
@@ -230,14 +234,12 @@ fn add_rules(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         if known.iter().any(|attachment| owner.matches(attachment)) {
             continue;
         }
-        let names = [&owner.network, &owner.container, &owner.ifname].map(|name| name.as_deref().unwrap_or("?"));
+        let object = (format!("{}: {}", rule.purpose, rule.text), Some(rule.place.clone()));
         leftovers.push(Leftover {
-            kind: "rule",
-            what: format!("{} of {}: {}  [{}]", rule.purpose, names.join(" "), rule.text, rule.place),
             network: owner.network.clone(),
-            container: owner.container.clone(),
-            why: NOT_KNOWN.to_owned(),
-            command: rule_command(snapshot, rule),
+            container_id: owner.container.clone(),
+            ifname: owner.ifname.clone(),
+            ..Leftover::new("rule", object, None, NOT_KNOWN, rule_command(snapshot, rule))
         });
     }
 }
@@ -273,7 +275,7 @@ fn add_reservations(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     for ListedPool { pool, reservations, .. } in &snapshot.pools {
         for CheckedReservation { reservation, liveness } in reservations {
             let Liveness::Unknown(why) = liveness else { continue };
-            let what = format!("{reservation}  [{}]", pool.folder().display());
+            let object = (reservation.address.to_string(), Some(pool.folder().display().to_string()));
             let ifname = reservation.ifname.as_deref().unwrap_or_default();
             let attachment = AttachmentId::new(&pool.network, &reservation.id, ifname);
             // Without `--data-dir`, cnitool prefers the folder that the network's configuration
@@ -281,7 +283,7 @@ fn add_reservations(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
             let data_dir = quoted(&pool.data_dir.to_string_lossy());
             let (network, address) = (quoted(&pool.network), reservation.address);
             let command = format!("cnitool ipam release {network} {address} --data-dir {data_dir}");
-            leftovers.push(Leftover::new("reservation", what, Some(&attachment), why, command));
+            leftovers.push(Leftover::new("reservation", object, Some(&attachment), why, command));
         }
     }
 }
@@ -299,11 +301,11 @@ fn add_backups(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         if is_known {
             continue;
         }
-        let what = format!("{}: {}", backup.path.display(), backup.settings.join(", "));
+        let object = (backup.settings.join(", "), Some(backup.path.display().to_string()));
         let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
         let command = owner.as_ref().and_then(|attachment| del_command(snapshot, attachment));
         let command = command.unwrap_or_else(rm_command);
-        leftovers.push(Leftover::new("backup", what, owner.as_ref(), NOT_CACHED, command));
+        leftovers.push(Leftover::new("backup", object, owner.as_ref(), NOT_CACHED, command));
     }
 }
 
@@ -316,14 +318,14 @@ fn add_records(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
         if known.iter().any(|attachment| record.is_about(attachment)) {
             continue;
         }
-        let what = format!("{} of container {}: {}", record.path.display(), record.container_id, record.text);
+        let object = (record.text.clone(), Some(record.path.display().to_string()));
         let attachment = record.attachment();
         let command = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
         let command = command.unwrap_or_else(|| match &attachment {
             Some(attachment) if record.plugin != "flannel" => del_instructions(attachment),
             _ => format!("rm {}", quoted(&record.path.to_string_lossy())),
         });
-        leftovers.push(Leftover::new("record", what, attachment.as_ref(), NOT_KNOWN, command));
+        leftovers.push(Leftover::new("record", object, attachment.as_ref(), NOT_KNOWN, command));
     }
 }
 
@@ -342,9 +344,9 @@ fn add_leases(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
             let [config, id, ifname] = [&config, container_id, ifname].map(|word| quoted(word));
             format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={ifname} dhcp")
         };
-        let what = format!("{address} of {network} {container_id} {ifname}  [{}]", socket.display());
+        let object = (address.to_string(), Some(socket.display().to_string()));
         let command = del_command(snapshot, &attachment).unwrap_or_else(plugin_command);
-        leftovers.push(Leftover::new("lease", what, Some(&attachment), NOT_KNOWN, command));
+        leftovers.push(Leftover::new("lease", object, Some(&attachment), NOT_KNOWN, command));
     }
 }
 

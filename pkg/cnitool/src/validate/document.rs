@@ -216,10 +216,7 @@ mod tests {
     fn read(text: &str) -> (Value, Vec<String>) {
         let mut problems = Vec::new();
         let value = super::read(text, &mut problems).unwrap();
-        (
-            value,
-            problems.into_iter().map(|problem| format!("{}: {}", problem.severity.as_str(), problem.path)).collect(),
-        )
+        (value, problems.into_iter().map(|problem| format!("{:?}: {}", problem.severity, problem.path)).collect())
     }
 
     #[test]
@@ -229,7 +226,7 @@ mod tests {
         );
         let expected = json!({"name": "n", "cniVersion": "1.0.0", "plugins": [{"type": "x", "MTU": 2, "ipam": {"type": "y", "A": 1}}]});
         assert_eq!(value, expected);
-        assert_eq!(problems, ["warning: cniVersion", "warning: plugins[0].MTU"]);
+        assert_eq!(problems, ["Warning: cniVersion", "Warning: plugins[0].MTU"]);
     }
 
     #[test]
@@ -237,7 +234,7 @@ mod tests {
         let (_, problems) = read(
             r#"{"plugins":[{"type":"tuning","sysctl":{"a":"1","A":"2","a":"3"},"args":{"cni":{"sysctl":{"b":"1","b":"2"}}}},{"type":"x","m":{"k":1,"K":2,"k":3}}]}"#,
         );
-        let expected = ["error: plugins[0].sysctl.a", "error: plugins[0].args.cni.sysctl.b", "warning: plugins[1].m.k"];
+        let expected = ["Error: plugins[0].sysctl.a", "Error: plugins[0].args.cni.sysctl.b", "Warning: plugins[1].m.k"];
         assert_eq!(problems, expected);
     }
 }

@@ -12,22 +12,25 @@ mod locate;
 mod position;
 mod rules;
 
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use cni::rollback::Notes;
 use cni::{Code, Error};
-use libcni::ConfFile;
+use libcni::{ConfFile, ConfFolder, NetworkList};
+use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::call::{Call, ColorMode, Exit, Format, Shared, Streams, Variables};
+use crate::call::{Call, Exit, Shared, Streams, Variables};
 use crate::node;
-use crate::report::{Colour, paint, table, write_report};
+use crate::report::{Colour, Report, counted, did_you_mean};
 
 /// The arguments of `validate`.
 #[derive(Debug, Args)]
 pub(crate) struct Validate {
-    /// Files, or names of networks in the networks' folder [default: all networks]
-    #[arg(value_name = "FILE|NETWORK", value_hint = clap::ValueHint::FilePath)]
+    /// Files, folders, - for stdin, or names of networks [default: all networks]
+    #[arg(value_name = "FILE|FOLDER|NETWORK", value_hint = clap::ValueHint::FilePath)]
     subjects: Vec<PathBuf>,
     /// Check the files only, without this host's plugins, kernel and other networks
     #[arg(long)]
@@ -37,15 +40,9 @@ pub(crate) struct Validate {
     strict: bool,
 }
 
-impl Validate {
-    /// Whether these problems of a file let the verb succeed.
-    fn accepts(&self, problems: &[Problem]) -> bool {
-        if self.strict { problems.is_empty() } else { !has_error(problems) }
-    }
-}
-
 /// The effect of a problem.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 enum Severity {
     /// An ADD fails.
     Error,
@@ -53,23 +50,16 @@ enum Severity {
     Warning,
 }
 
-impl Severity {
-    /// Returns the word for reports and JSON.
-    fn as_str(self) -> &'static str {
-        match self {
-            Severity::Error => "error",
-            Severity::Warning => "warning",
-        }
-    }
-}
-
 /// A problem of a network file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Problem {
     severity: Severity,
     /// The path of the key that causes it, such as `plugins[0].ipam.ranges`. Empty for the whole
     /// document; `@<line>:<column>` if the text is not JSON.
     path: String,
+    /// The position of the key in the text, from 1.
+    line: usize,
+    column: usize,
     /// What is wrong, and how to fix it if that is not obvious.
     what: String,
 }
@@ -77,12 +67,12 @@ pub(crate) struct Problem {
 impl Problem {
     /// Returns a problem because of which ADD fails.
     fn error(path: impl Into<String>, what: impl Into<String>) -> Problem {
-        Problem { severity: Severity::Error, path: path.into(), what: what.into() }
+        Problem { severity: Severity::Error, path: path.into(), line: 1, column: 1, what: what.into() }
     }
 
     /// Returns a problem despite which ADD can succeed.
     fn warning(path: impl Into<String>, what: impl Into<String>) -> Problem {
-        Problem { severity: Severity::Warning, path: path.into(), what: what.into() }
+        Problem { severity: Severity::Warning, ..Problem::error(path, what) }
     }
 }
 
@@ -92,245 +82,169 @@ fn has_error(problems: &[Problem]) -> bool {
 }
 
 /// A network file and its problems.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
 struct CheckedFile {
-    path: PathBuf,
-    /// The content of the file.
-    text: String,
-    /// The network's name, or `?` if the file has none.
-    network: String,
+    /// The network's name, if the file has one.
+    network: Option<String>,
+    cni_version: Option<String>,
+    /// The types of the plugins.
+    plugins: Vec<String>,
+    /// Its path, `-` for stdin.
+    file: String,
+    /// Whether runtimes can load it.
+    loads: bool,
+    /// Whether runtimes use it for its network: no preceding file of the folder has that network.
+    used: bool,
+    /// Whether it has no errors.
+    sound: bool,
+    /// The numbers of its problems, or that it is never used, for people.
+    state: String,
     problems: Vec<Problem>,
 }
 
-/// Runs `validate`: checks the files or networks in the arguments and writes their problems.
-/// Returns [`Exit::Failed`] if the arguments do not [accept](Validate::accepts) the problems of a
-/// file that runtimes may use.
+/// Runs `validate`: checks the files, folders or networks in the arguments and writes their
+/// problems. Returns [`Exit::Failed`] if a file that runtimes may use has an error or, with
+/// `--strict`, a warning.
 ///
 /// # Errors
-/// - Code 5 if a file or the networks' folder cannot be read, or stdout cannot be written.
+/// - Code 5 if a file or a folder cannot be read, or stdout cannot be written.
 /// - Code 7 if a network in the arguments is not configured.
 pub(crate) fn run(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let host = if args.file_only { None } else { Some((shared, call)) };
     let folder = shared.conf_folder(&Variables(&call.environment));
     let configured = folder.files();
-    let is_configured = |path: &Path| configured.iter().flatten().any(|file| has_name(file, path));
-    // The name of a network has no folder. If one of the arguments is a file, all are.
-    let is_file = |path: &PathBuf| path.components().count() > 1 || (!is_configured(path) && path.exists());
-    let is_accepted = if args.subjects.iter().any(is_file) {
-        let files = args.subjects.iter().map(|path| check_file(path, host, streams));
-        let files = files.collect::<Result<Vec<CheckedFile>, Error>>()?;
-        write_files(&files, shared.format(), streams)?;
-        files.iter().all(|file| args.accepts(&file.problems))
-    } else {
-        let listed = list(select(configured?, &args.subjects, folder.path())?, host, streams);
-        write_listed(&listed, folder.path(), shared.format(), streams)?;
-        listed.iter().all(|file| file.file_use == FileUse::Shadowed || args.accepts(&file.checked.problems))
-    };
-    Ok(if is_accepted { Exit::Done } else { Exit::Failed })
-}
-
-/// Whether a file in the networks' folder defines the network `name`.
-fn has_name(file: &ConfFile, name: &Path) -> bool {
-    file.name.as_ref().is_some_and(|found| Path::new(found) == name)
-}
-
-/// Whether runtimes use a network file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FileUse {
-    /// Runtimes use it for its network.
-    Used,
-    /// Runtimes never use it, because another file with the same network precedes it.
-    Shadowed,
-    /// Runtimes cannot load it.
-    Invalid,
-}
-
-/// A file in the networks' folder.
-struct ListedFile {
-    /// The network's name, if the file has one.
-    name: Option<String>,
-    /// The CNI version, or `?` if the file is invalid.
-    version: String,
-    /// The types of the plugins, or `?` if the file is invalid.
-    kinds: String,
-    file_use: FileUse,
-    checked: CheckedFile,
-}
-
-/// Returns the files whose network is in `requested`, or all files if `requested` is empty, in the
-/// order in which runtimes search them.
-///
-/// # Errors
-/// Code 7 if a requested network is not configured.
-fn select(files: Vec<ConfFile>, requested: &[PathBuf], folder: &Path) -> Result<Vec<ConfFile>, Error> {
-    for name in requested {
-        if !files.iter().any(|file| has_name(file, name)) {
-            let msg = format!("no net configuration with name {name:?} in {}", folder.display());
-            return Err(Error::config(msg).with_details("no file has this name either"));
+    let has_name = |file: &&ConfFile, name: &Path| file.name.as_ref().is_some_and(|found| Path::new(found) == name);
+    let mut files: Vec<CheckedFile> = Vec::new();
+    // Whether the networks are those of a folder, which are listed in a table.
+    let mut is_listing = true;
+    for path in &args.subjects {
+        // The name of a network has no folder.
+        let of_network = configured.iter().flatten().filter(|file| has_name(file, path));
+        let of_network: Vec<PathBuf> = of_network.map(|file| file.path.clone()).collect();
+        if !of_network.is_empty() {
+            list(&mut files, of_network, host, &streams.notes);
+        } else if path.is_dir() {
+            list(&mut files, paths(ConfFolder::new(path).files()?), host, &streams.notes);
+        } else if path.components().count() > 1 || path.as_os_str() == "-" || path.exists() {
+            is_listing = false;
+            files.push(check_file(path, host, &streams.notes)?);
+        } else {
+            let names: Vec<&str> = configured.iter().flatten().filter_map(|file| file.name.as_deref()).collect();
+            let msg = format!("no net configuration with name {path:?} in {}", folder.path().display());
+            let details = format!("no file has this name either{}", did_you_mean(&path.to_string_lossy(), &names));
+            return Err(Error::config(msg).with_details(details));
         }
     }
-    let mut files = node::by_precedence(files);
-    files.retain(|file| requested.is_empty() || requested.iter().any(|name| has_name(file, name)));
-    Ok(files)
-}
-
-/// Checks files in the networks' folder. A file that cannot be read has this problem.
-fn list(files: Vec<ConfFile>, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Vec<ListedFile> {
-    let mut listed: Vec<ListedFile> = Vec::new();
-    for file in files {
-        let checked = check_file(&file.path, host, streams).unwrap_or_else(|error| CheckedFile {
-            path: file.path.clone(),
-            text: String::new(),
-            network: "?".to_owned(),
-            problems: vec![Problem::error("", error.to_string())],
-        });
-        let is_shadowed = listed.iter().any(|earlier| earlier.file_use == FileUse::Used && earlier.name == file.name);
-        listed.push(ListedFile::new(file, checked, is_shadowed));
+    if args.subjects.is_empty() {
+        list(&mut files, paths(configured?), host, &streams.notes);
     }
-    listed
-}
-
-/// Writes a table of the files in `folder`, and below it their problems.
-///
-/// # Errors
-/// Code 5 if stdout cannot be written.
-fn write_listed(listed: &[ListedFile], folder: &Path, format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
-    let json = || {
-        let networks: Vec<Value> = listed.iter().map(ListedFile::as_json).collect();
-        json!({"folder": folder.display().to_string(), "networks": networks})
-    };
-    let text = |style| {
-        if listed.is_empty() {
-            return format!("No network is configured in {}.\n", folder.display());
+    let mut report = Report::new(streams);
+    let none = format!("No network is configured in {}.", folder.path().display());
+    if is_listing {
+        let columns = ["network", "cniVersion", "plugins", "file", "state"];
+        report.table("networks", &columns, files.iter().map(|file| json!(file)).collect(), |_| None, &none);
+        if files.iter().any(|file| !file.problems.is_empty()) {
+            report.line("");
         }
-        let rows = listed.iter().map(|file| (file.as_row(), None)).collect();
-        let problems: String = listed.iter().flat_map(|file| file.checked.lines(style)).collect();
-        let blank_line = if problems.is_empty() { "" } else { "\n" };
-        table(&["NETWORK", "VERSION", "PLUGINS", "FILE", ""], rows, style) + blank_line + &problems
-    };
-    write_report(streams, format, json, text)
+    }
+    files.iter().for_each(|file| file.add_problems(&mut report));
+    for CheckedFile { file, network, .. } in files.iter().filter(|file| file.sound && !is_listing) {
+        report.line(format_args!("{file}: network {} has no errors", network.as_deref().unwrap_or("?")));
+    }
+    report.set("networks", &files);
+    report.set("folder", folder.path().display().to_string());
+    report.write(streams, shared.format())?;
+    let is_accepted = |file: &CheckedFile| file.sound && (file.problems.is_empty() || !args.strict);
+    // A file that is never used does no harm.
+    let mut relevant = files.iter().filter(|file| file.used || !file.loads || !is_listing);
+    Ok(if relevant.all(is_accepted) { Exit::Done } else { Exit::Failed })
 }
 
-impl ListedFile {
-    /// Combines a file with the outcome of its check. `is_shadowed` says whether a preceding file
-    /// defines the same network.
-    fn new(ConfFile { name, list, .. }: ConfFile, checked: CheckedFile, is_shadowed: bool) -> ListedFile {
-        let Ok(list) = list else {
-            let (version, kinds) = ("?".to_owned(), "?".to_owned());
-            return ListedFile { name, version, kinds, file_use: FileUse::Invalid, checked };
-        };
-        let kinds: Vec<&str> = list.plugins().iter().map(|plugin| plugin.kind()).collect();
-        let file_use = if is_shadowed { FileUse::Shadowed } else { FileUse::Used };
-        ListedFile { name, version: list.cni_version().to_owned(), kinds: kinds.join(","), file_use, checked }
-    }
-
-    /// Returns the row of the table.
-    fn as_row(&self) -> Vec<String> {
-        let name = self.name.clone().unwrap_or_else(|| "?".to_owned());
-        let state = match self.file_use {
-            FileUse::Shadowed => "never used: another file defines this network".to_owned(),
-            FileUse::Used | FileUse::Invalid => summary(&self.checked.problems),
-        };
-        vec![name, self.version.clone(), self.kinds.clone(), self.checked.path.display().to_string(), state]
-    }
-
-    /// Returns the file for `--json`.
-    fn as_json(&self) -> Value {
-        json!({
-            "network": self.name,
-            "cniVersion": self.version,
-            "plugins": self.kinds,
-            "file": self.checked.path.display().to_string(),
-            "loads": self.file_use != FileUse::Invalid,
-            "used": self.file_use == FileUse::Used,
-            "sound": !has_error(&self.checked.problems),
-            "problems": self.checked.as_json(),
-        })
-    }
+/// Returns the paths of files in the order in which runtimes search them.
+fn paths(files: Vec<ConfFile>) -> Vec<PathBuf> {
+    node::by_precedence(files).into_iter().map(|file| file.path).collect()
 }
 
-/// Returns `ok`, or the numbers of errors and warnings, such as `1 error, 2 warnings`.
-fn summary(problems: &[Problem]) -> String {
-    let count_text = |severity: Severity| {
-        let count = problems.iter().filter(|problem| problem.severity == severity).count();
-        let plural = if count == 1 { "" } else { "s" };
-        (count > 0).then(|| format!("{count} {}{plural}", severity.as_str()))
-    };
-    let counts: Vec<String> = [Severity::Error, Severity::Warning].into_iter().filter_map(count_text).collect();
-    if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
-}
-
-/// Writes the problems of all files.
-///
-/// # Errors
-/// Code 5 if stdout cannot be written.
-fn write_files(files: &[CheckedFile], format: Format, streams: &mut Streams<'_>) -> Result<(), Error> {
-    let file_json = |file: &CheckedFile| {
-        json!({
-            "file": file.path.display().to_string(),
-            "network": file.network,
-            "sound": !has_error(&file.problems),
-            "problems": file.as_json(),
-        })
-    };
-    let json = || json!({"files": files.iter().map(file_json).collect::<Vec<_>>()});
-    let text = |style| {
-        let mut text = String::new();
-        for file in files {
-            text += &file.lines(style).concat();
-            if !has_error(&file.problems) {
-                text += &format!("{}: network {} has no errors\n", file.path.display(), file.network);
-            }
+/// Checks files of a folder. A file that cannot be read has this problem.
+fn list(files: &mut Vec<CheckedFile>, paths: Vec<PathBuf>, host: Option<(&Shared, &Call<'_>)>, notes: &Notes) {
+    for path in paths {
+        let mut checked = check_file(&path, host, notes)
+            .unwrap_or_else(|error| CheckedFile::new(&path, None, vec![Problem::error("", error.to_string())]));
+        let is_shadowed = files.iter().any(|earlier| earlier.used && earlier.network == checked.network);
+        if checked.used && is_shadowed {
+            checked.used = false;
+            "never used: another file defines this network".clone_into(&mut checked.state);
         }
-        text
-    };
-    write_report(streams, format, json, text)
+        files.push(checked);
+    }
 }
 
 impl CheckedFile {
-    /// Returns a line for each problem, `file:line:column: error: path: what`, in the form that
-    /// compilers use and editors understand.
-    fn lines(&self, style: ColorMode) -> Vec<String> {
-        let text_of = |problem: &Problem| {
-            let (line, column) = position::find(&self.text, &problem.path);
-            let position = paint(style, Colour::Bold, &format!("{}:{line}:{column}:", self.path.display()));
-            let colour = if problem.severity == Severity::Error { Colour::Red } else { Colour::Yellow };
-            let severity = paint(style, colour, &format!("{}:", problem.severity.as_str()));
-            // A path with `@` is a position, with which the line already begins.
-            let has_key = !problem.path.is_empty() && !problem.path.starts_with('@');
-            let path = if has_key { format!("{}: ", problem.path) } else { String::new() };
-            format!("{position} {severity} {path}{}\n", problem.what)
-        };
-        self.problems.iter().map(text_of).collect()
+    /// Returns a file with its problems. `list` is what runtimes load from it.
+    fn new(path: &Path, list: Option<&NetworkList>, problems: Vec<Problem>) -> CheckedFile {
+        CheckedFile {
+            network: list.map(|list| list.name().to_owned()),
+            cni_version: list.map(|list| list.cni_version().to_owned()),
+            plugins: list.iter().flat_map(|list| list.plugins()).map(|plugin| plugin.kind().to_owned()).collect(),
+            file: path.display().to_string(),
+            loads: list.is_some(),
+            used: list.is_some(),
+            sound: !has_error(&problems),
+            state: summary(&problems),
+            problems,
+        }
     }
 
-    /// Returns the problems as a JSON list.
-    fn as_json(&self) -> Value {
-        let row = |problem: &Problem| {
-            let (line, column) = position::find(&self.text, &problem.path);
-            let severity = problem.severity.as_str();
-            json!({"severity": severity, "path": problem.path, "line": line, "column": column, "what": problem.what})
-        };
-        self.problems.iter().map(row).collect()
+    /// Adds a line for each problem, in the form that compilers use and editors understand.
+    fn add_problems(&self, report: &mut Report) {
+        for Problem { severity, path, line, column, what } in &self.problems {
+            let position = report.part(Colour::Bold, &format!("{}:{line}:{column}:", self.file));
+            let severity = match severity {
+                Severity::Error => report.part(Colour::Red, "error:"),
+                Severity::Warning => report.part(Colour::Yellow, "warning:"),
+            };
+            // A path with `@` is a position, with which the line already begins.
+            let has_key = !path.is_empty() && !path.starts_with('@');
+            let path = if has_key { format!("{path}: ") } else { String::new() };
+            report.line(format_args!("{position} {severity} {path}{what}"));
+        }
     }
 }
 
-/// Checks one file. With `host`, also compares it with this host's plugins, kernel and other
-/// networks.
+/// Returns `ok`, or the numbers of errors and warnings.
+fn summary(problems: &[Problem]) -> String {
+    let errors = problems.iter().filter(|problem| problem.severity == Severity::Error).count();
+    let counts = [(errors, "error"), (problems.len() - errors, "warning")];
+    let counts: Vec<String> = counts.iter().filter(|(n, _)| *n > 0).map(|(n, noun)| counted(*n, noun)).collect();
+    if counts.is_empty() { "ok".to_owned() } else { counts.join(", ") }
+}
+
+/// Checks one file, or stdin for `-`. With `host`, also compares it with this host's plugins,
+/// kernel and other networks.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read.
-fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams<'_>) -> Result<CheckedFile, Error> {
-    let raw = cni::file::read(path)
-        .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error))?;
+fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, notes: &Notes) -> Result<CheckedFile, Error> {
+    /// The largest network that is read from stdin, in bytes, as for files.
+    const MAX_LENGTH: u64 = 16 << 20;
+    let is_stdin = path.as_os_str() == "-";
+    let mut raw = Vec::new();
+    let outcome = match is_stdin {
+        true => io::stdin().take(MAX_LENGTH).read_to_end(&mut raw).map(drop),
+        false => cni::file::read(path).map(|content| raw = content),
+    };
+    outcome.map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error))?;
     let text = String::from_utf8_lossy(&raw).into_owned();
-    let mut problems = Vec::new();
-    let mut network = "?".to_owned();
+    let list = match is_stdin {
+        true => NetworkList::parse(&raw).or_else(|_| NetworkList::parse_single(&raw)),
+        false => ConfFile::read(path.to_owned()).list,
+    };
+    let (mut problems, mut network) = (Vec::new(), None);
     match document::read(&text, &mut problems) {
         Err(problem) => problems.push(problem),
         Ok(mut document) => {
-            if let Some(name) = document.get("name").and_then(Value::as_str) {
-                name.clone_into(&mut network);
-            }
+            network = document.get("name").and_then(Value::as_str).map(str::to_owned);
             let loaded = document::add_plugins_of_folder(&mut document, path);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
@@ -341,14 +255,19 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, streams: &Streams
                 problems.push(problem);
             }
             if let Some((shared, call)) = host {
-                problems.extend(host::check(&document, &problems, shared, call, &streams.notes));
+                problems.extend(host::check(&document, &problems, shared, call, notes));
             }
         }
     }
-    problems.sort_by_key(|problem| position::find(&text, &problem.path));
+    for problem in &mut problems {
+        (problem.line, problem.column) = position::find(&text, &problem.path);
+    }
+    problems.sort_by_key(|problem| (problem.line, problem.column));
     // Several checks may find the same problem.
     problems.dedup();
-    Ok(CheckedFile { path: path.to_owned(), text, network, problems })
+    let mut checked = CheckedFile::new(path, list.as_ref().ok(), problems);
+    checked.network = network;
+    Ok(checked)
 }
 
 #[cfg(test)]
@@ -361,15 +280,22 @@ mod tests {
         let node = Node::new();
         let file = node.folder.path().join("net.d/net.conflist");
         let listed = node.call("validate");
-        assert_eq!((listed.exit, listed.stdout.contains("net      1.1.0")), (Exit::Done, true), "{}", listed.stdout);
+        assert_eq!(
+            (listed.exit, listed.stdout.contains("net      1.1.0        a,b")),
+            (Exit::Done, true),
+            "{}",
+            listed.stdout
+        );
         for same in ["networks", "validate net", "networks net"] {
             assert_eq!(node.call(same).stdout, listed.stdout, "{same}");
         }
         assert_eq!(node.call("validate --json").json(), node.call("networks --json").json());
         let of_file = node.call_with(&["validate", file.to_str().unwrap()]);
         assert!(of_file.stdout.ends_with("net.conflist: network net has no errors\n"), "{}", of_file.stdout);
-        let mixed = node.call_with(&["validate", "net", file.to_str().unwrap()]);
-        assert!(mixed.exit == Exit::Failed && mixed.stderr.contains("failed to read net: "), "{}", mixed.stderr);
+        let folder = node.folder.path().join("net.d");
+        assert_eq!(node.call_with(&["validate", folder.to_str().unwrap()]).stdout, listed.stdout);
+        let mixed = node.call_with(&["validate", "net", file.to_str().unwrap(), "--json"]).json();
+        assert_eq!(mixed["networks"].as_array().map(Vec::len), Some(2), "{mixed}");
         let absent = node.call("validate absent");
         assert!(absent.stderr.contains("no net configuration with name \"absent\" in "), "{}", absent.stderr);
         assert!(absent.stderr.contains("no file has this name either"), "{}", absent.stderr);

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::{Problem, document, locate};
 use crate::plugins;
+use crate::report::did_you_mean;
 
 /// The longest name of a network, in bytes. A runtime's result cache has a file
 /// `<network>-<container ID>-<interface>` for each attachment. The name of a file has at most 255
@@ -212,25 +213,14 @@ fn unused_capabilities(object: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(
         let is_read = unknown.len() < readers.len();
         if !is_read {
             let known_names: Vec<&str> = unknown.iter().flat_map(|key| key.known).copied().collect();
-            let what = format!("{kind} does not use this capability{}", suggestion(name, &known_names));
+            let what = format!("{kind} does not use this capability{}", did_you_mean(name, &known_names));
             problems.push(Problem::warning(path_of(&format!("capabilities.{name}")), what));
         }
     }
     problems
 }
 
-/// Returns the text of the warning about an unknown key, with a [`suggestion`].
+/// Returns the text of the warning about an unknown key, with a [suggestion](did_you_mean).
 fn unknown_text(name: &str, known: &[&str]) -> String {
-    format!("unknown key, which is ignored{}", suggestion(name, known))
-}
-
-/// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
-/// distance from `name` is greater than 1 plus a quarter of the length of `name`.
-fn suggestion(name: &str, known: &[&str]) -> String {
-    let lower = name.to_ascii_lowercase();
-    let closest = known.iter().map(|other| (strsim::osa_distance(&lower, &other.to_ascii_lowercase()), *other)).min();
-    match closest {
-        Some((distance, other)) if distance <= 1 + name.len() / 4 => format!("; did you mean {other:?}?"),
-        _ => String::new(),
-    }
+    format!("unknown key, which is ignored{}", did_you_mean(name, known))
 }

@@ -1,6 +1,6 @@
 //! dhcp behind the plugins that create the interface: the release leaves before the link goes.
 
-use cni_testkit::{Attachment, Container, bin_dir, probe, require};
+use cni_testkit::{Attachment, Container, bin_dir, probe, report_errors, require};
 use conformance::VERSION;
 use serde_json::{Value, json};
 
@@ -93,7 +93,11 @@ fn cnitool_shows_leases_and_their_last_errors() {
         assert!(shown.ok, "{shown:?}");
         shown.stdout
     };
-    let lease = || serde_json::from_str::<Value>(&shown(&["--json"])).unwrap()["leases"][0].clone();
+    let lease = || {
+        let json: Value = serde_json::from_str(&shown(&["--json"])).unwrap();
+        assert_eq!(report_errors("ipam dhcp", &json), [""; 0], "{json:#}");
+        json["leases"][0].clone()
+    };
     let first = lease();
     assert_eq!(
         (&first["network"], &first["containerID"], &first["ifname"]),

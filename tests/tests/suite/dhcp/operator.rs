@@ -1,6 +1,6 @@
 //! cnitool's verbs for a node with dhcp: validate, inspect, doctor.
 
-use cni_testkit::{Container, Invocation, Outcome, bin_dir, probe, require};
+use cni_testkit::{Container, Invocation, Outcome, bin_dir, probe, report_errors, require};
 use serde_json::{Value, json};
 
 use super::{Lan, configure, until};
@@ -81,14 +81,20 @@ fn inspect_shows_an_attachments_lease() {
     let container = attach(&lan);
     let seen = cnitool(&lan, &["inspect"]);
     assert_eq!(seen.status, Some(0), "{}", seen.report());
-    says(&seen, &["  lease        192.168.1.5/24 of 192.168.1.1, ends in 1", "1 attachment; nothing is left over."]);
+    says(
+        &seen,
+        &["  lease        192.168.1.5/24, server 192.168.1.1, expiry 1", "1 attachment; nothing is left over."],
+    );
     // At its end, without a server.
     daemon.kill();
     lan.stop();
     lan.age(130);
     let _daemon = lan.daemon();
     until("the loss is shown", || cnitool(&lan, &["inspect"]).stdout.contains("the lease of 192.168.1.5 is lost"));
-    says(&cnitool(&lan, &["inspect"]), &["! lease        192.168.1.5/24 of 192.168.1.1, ended: the lease of"]);
+    says(
+        &cnitool(&lan, &["inspect"]),
+        &["! lease        192.168.1.5/24, server 192.168.1.1, expiry 0 s  [", ": the lease of 192.168.1.5 is lost"],
+    );
     let netns = container.netns().to_str().unwrap();
     cnitool(&lan, &["del", "net1", netns, "--container-id", &container.id]);
 }
@@ -112,13 +118,14 @@ fn a_lease_without_an_attachment_is_left_over_until_released() {
             lan.node.file("net.d/20-other.conf", other.to_string());
         }
         let seen = cnitool(&lan, &["inspect", "--json"]).json.unwrap();
+        assert_eq!(report_errors("inspect", &seen), [""; 0], "{seen:#}");
         let left = &seen["leftOver"][0];
         assert_eq!((&left["kind"], &left["network"]), (&json!("lease"), &json!("net1")), "{seen:#}");
         let command = left["command"].as_str().unwrap();
         let starts = if is_configured { "cnitool del net1 " } else { "echo " };
         assert!(command.starts_with(starts), "{command}");
         let doctor = cnitool(&lan, &["doctor"]);
-        says(&doctor, &["! left over      lease 192.168.1.5/24 of net1", command]);
+        says(&doctor, &["! left over    lease 192.168.1.5/24 of net1", command]);
         let path = format!("PATH={}:{}", bin_dir().display(), std::env::var("PATH").unwrap());
         let (plugins, folder) = (bin_dir().display().to_string(), lan.node.dir().join("net.d").display().to_string());
         let variables = [path, format!("CNI_PATH={plugins}"), format!("NETCONFPATH={folder}")];

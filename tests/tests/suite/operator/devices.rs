@@ -10,7 +10,7 @@ fn left_over(operator: &Operator) -> Vec<(String, String, String)> {
     let seen = operator.json(&["inspect"]);
     let word = |one: &Value, key: &str| one[key].as_str().unwrap().to_owned();
     let all = seen["leftOver"].as_array().unwrap();
-    all.iter().map(|one| (word(one, "kind"), word(one, "what"), word(one, "command"))).collect()
+    all.iter().map(|one| (word(one, "kind"), word(one, "object"), word(one, "command"))).collect()
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn a_device_is_shown_by_its_host_name_and_after_a_fall_back() {
     let container = operator.node.container();
     operator.done(&["add", "dev", path(&container), "--container-id", &container.id]);
     let text = operator.done(&["inspect"]);
-    assert!(text.contains("device       dev0 of the host is eth0 in the container"), "{text}");
+    assert!(text.contains("device       dev0, interface eth0"), "{text}");
     operator.done(&["del", "dev", path(&container), "--container-id", &container.id]);
     assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
 
@@ -83,7 +83,7 @@ fn a_device_is_shown_by_its_host_name_and_after_a_fall_back() {
     operator.node.ip(&["link set dev0 down", "link set dev0 name eth7 alias dev0"]);
     let found = left_over(&operator);
     assert_eq!(found.len(), 1, "{found:#?}");
-    assert_eq!((found[0].0.as_str(), found[0].1.as_str()), ("device", "eth7, original name dev0"));
+    assert_eq!((found[0].0.as_str(), found[0].1.as_str()), ("device", "eth7"));
     operator.paste(&found[0].2);
     let link = operator.node.link("dev0").unwrap();
     assert_eq!(link["ifalias"], Value::Null, "{link:#}");

@@ -4,7 +4,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use cni_testkit::{go_bin_dir, probe, require};
+use cni_testkit::{Container, go_bin_dir, probe, require};
 use serde_json::{Value, json};
 
 use super::{Operator, path};
@@ -46,7 +46,7 @@ fn a_healthy_node_is_reported_as_such() {
     assert!(empty.ends_with("Nothing wrong was found.\n"), "{empty}");
     let container = operator.attach();
     let text = operator.done(&["doctor"]);
-    for words in ["networks       net1 in", "the host forwards packets of containers", "1 host link, up"] {
+    for words in ["networks     net1 in", "the host forwards packets of containers", "1 host link, up"] {
         assert!(text.contains(words), "it should say `{words}`:\n{text}");
     }
     operator.detach(&container);
@@ -63,7 +63,7 @@ fn what_a_container_has_lost_is_found() {
     assert_eq!(found.len(), 1, "{found:#?}");
     assert_eq!(found[0]["check"], "attachments");
     let what = found[0]["what"].as_str().unwrap();
-    for words in [container.id.as_str(), "0a:00:00:00:00:99", "10.1.0.2/24 is in the result"] {
+    for words in [container.id.as_str(), "0a:00:00:00:00:99", "10.1.0.2/24, interface eth0: in the result"] {
         assert!(what.contains(words), "it should say `{words}`: {what}");
     }
     assert!(found[0]["advice"].as_str().unwrap().contains("create it again"), "{found:#?}");
@@ -114,8 +114,7 @@ fn forwarding_of_the_host_end_of_ptp_is_checked() {
     let container = operator.attach();
     let seen = operator.json(&["inspect"]);
     let facts = seen["attachments"][0]["facts"].as_array().unwrap();
-    let host_link = facts.iter().find(|fact| fact["what"] == "host link").unwrap()["text"].as_str().unwrap();
-    let name = host_link.split(' ').next().unwrap();
+    let name = facts.iter().find(|fact| fact["kind"] == "host link").unwrap()["name"].as_str().unwrap();
     assert_eq!(findings(&operator), Vec::<Value>::new());
     operator.node.exec(&["sh", "-c", &format!("echo 0 > /proc/sys/net/ipv4/conf/{name}/forwarding")]);
     let check = ["check", "net1", path(&container), "--container-id", &container.id];
@@ -209,7 +208,7 @@ fn the_firewall_rules_of_go_are_not_reported_as_missing() {
     let args = ["add", "net1", path(&container), "--container-id", &container.id];
     let add = operator.call(&args).cni_path(go_bin_dir()).run();
     assert_eq!(add.status, Some(0), "{}", add.report());
-    assert!(operator.done(&["inspect"]).contains("firewall     the rules exist"));
+    assert!(operator.done(&["inspect"]).contains("firewall     without owner"));
     assert_eq!(findings(&operator), Vec::<Value>::new());
     operator.node.exec(&["iptables", "-F", "CNI-FORWARD"]);
     operator.failed(&["inspect"], &["! firewall     the attachment has no such rule"]);
@@ -374,5 +373,26 @@ fn ranges_that_are_nearly_full_and_leftovers_are_found() {
     let gone = &containers[0];
     assert!(path(gone).contains("netns"));
     gone.unlink();
-    found_and_repaired(&operator, "left over", &["attachment net1", "is gone"]);
+    found_and_repaired(&operator, "left over", &["attachment cache entry of net1", "is gone"]);
+}
+
+#[test]
+fn findings_of_one_kind_are_one_finding_with_one_command() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let containers: Vec<_> = (0..5).map(|_| operator.attach()).collect();
+    let link = operator.node.ports("br0").pop().unwrap();
+    for port in operator.node.ports("br0") {
+        operator.node.ip(&[&format!("link set {port} down")]);
+    }
+    let found = findings(&operator);
+    assert_eq!((found.len(), found[0]["objects"].as_array().unwrap().len()), (1, 5), "{found:#?}");
+    assert!(found[0]["objects"].to_string().contains(&link), "{found:#?}");
+    operator.failed(&["doctor"], &["is down (4 more: host link ", "1 thing is wrong."]);
+    found_and_repaired(&operator, "links", &["is down"]);
+    containers.iter().for_each(Container::unlink);
+    let found = findings(&operator);
+    assert_eq!((found.len(), &found[0]["command"]), (1, &json!("cnitool gc")), "{found:#?}");
+    assert_eq!(found[0]["objects"].as_array().unwrap().len(), 5, "{found:#?}");
+    found_and_repaired(&operator, "left over", &["attachment cache entry of net1"]);
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use cni_testkit::{probe, require};
+use cni_testkit::{probe, report_errors, require};
 use serde_json::{Value, json};
 
 use super::{Operator, path};
@@ -68,6 +68,7 @@ fn the_request_that_failed_is_shown_whole() {
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
     let said = operator.call(&args).arg("--json").env("PATH", path).run();
     let json = said.json.clone().unwrap();
+    assert_eq!(report_errors("explain", &json), [""; 0], "{json:#}");
     let failed = failed_by(&json);
     assert_eq!((said.status, failed.len()), (Some(1), 1), "{}", said.report());
     let text = |key: &str| failed[0][key].as_str().unwrap_or_default();

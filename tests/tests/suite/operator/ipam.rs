@@ -1,11 +1,11 @@
 //! The reservations of host-local, seen and repaired.
 
 use cni_testkit::{probe, require};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{Operator, path};
 
-fn addresses(list: &serde_json::Value) -> Vec<&str> {
+fn addresses(list: &Value) -> Vec<&str> {
     list.as_array().unwrap().iter().map(|one| one["address"].as_str().unwrap()).collect()
 }
 
@@ -17,13 +17,14 @@ fn ranges_and_networks_without_configuration_are_listed() {
     operator.node.file("networks/old/10.9.0.2", "gone\r\neth0");
     let text = operator.done(&["ipam", "list"]);
     let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-    assert_eq!(rows[0], ["NETWORK", "RANGES", "USED", "TOTAL", "FULL", "FOLDER"], "{text}");
-    assert_eq!(rows[1][..5], ["net1", "10.1.0.1-10.1.0.254", "2", "253", "0%"], "{text}");
-    assert_eq!(rows[2][..5], ["old", "?", "1", "?", "?"], "{text}");
-    assert!(text.contains("old: no configured network of this name"), "{text}");
+    assert_eq!(rows[0], ["NETWORK", "RANGE", "USED", "TOTAL", "PERCENT", "FOLDER", "NOTE"], "{text}");
+    assert_eq!(rows[1][..5], ["net1", "10.1.0.1-10.1.0.254", "2", "253", "0"], "{text}");
+    assert_eq!(rows[2][..2], ["old", "1"], "{text}");
+    assert!(text.contains("/networks/old   no configured network of this name"), "{text}");
     let json = operator.json(&["ipam", "list"]);
-    assert_eq!(json["networks"][0]["ranges"], json!([{"ranges": "10.1.0.1-10.1.0.254", "used": 2, "total": 253}]));
-    assert_eq!((&json["networks"][1]["configured"], &json["networks"][1]["reservations"]), (&json!(false), &json!(1)));
+    let [of_net1, of_old] = [0, 1].map(|index| &json["ranges"][index]);
+    assert_eq!((&of_net1["used"], &of_net1["total"]), (&json!(2), &json!(253)), "{json:#}");
+    assert_eq!((&of_old["used"], &of_old["total"]), (&json!(1), &Value::Null), "{json:#}");
     operator.done(&["ipam", "release", "old", "10.9.0.2"]);
     containers.iter().for_each(|container| operator.detach(container));
 }
@@ -100,7 +101,7 @@ fn what_is_in_use_is_released_only_by_force() {
     operator.failed(&["ipam", "show", "nowhere"], &["network \"nowhere\" has no reservations", "or host-local: net1"]);
     let by_id = ["ipam", "release", "net1", "--container-id", &container.id, "--force"];
     let text = operator.done(&by_id);
-    assert_eq!(text, format!("released: 10.1.0.2 is held by {} eth0\n", container.id));
+    assert_eq!(text, format!("remove  10.1.0.2  {} eth0  (selected)\n1 of 1 are removed.\n", container.id));
     operator.failed(&by_id, &["has no reservation"]);
     operator.detach(&container);
 }

@@ -13,7 +13,7 @@ mod sound;
 mod sweep;
 mod validate;
 
-use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir};
+use cni_testkit::{Container, Invocation, Node, Outcome, bin_dir, report_errors};
 use conformance::bridge;
 use serde_json::{Value, json};
 
@@ -53,11 +53,15 @@ impl Operator {
         outcome.stdout
     }
 
-    /// Returns the printed document, regardless of the exit status.
+    /// Returns the printed document, regardless of the exit status. Asserts that it is as
+    /// documented.
     #[track_caller]
     pub(crate) fn json(&self, args: &[&str]) -> Value {
         let outcome = self.call(args).arg("--json").run();
-        outcome.json.clone().unwrap_or_else(|| panic!("no JSON\n{}", outcome.report()))
+        let document = outcome.json.clone().unwrap_or_else(|| panic!("no JSON\n{}", outcome.report()));
+        let verb = if ["ipam", "rules"].contains(&args[0]) { args[..2].join(" ") } else { args[0].to_owned() };
+        assert_eq!(report_errors(&verb, &document), [""; 0], "{}", outcome.report());
+        document
     }
 
     /// Asserts that cnitool exits with 1 and prints these words.

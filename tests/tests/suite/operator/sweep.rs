@@ -1,6 +1,6 @@
 //! gc of all networks, and gc with a list of the valid attachments.
 
-use cni_testkit::{Container, patience, probe, require};
+use cni_testkit::{Container, patience, probe, report_errors, require};
 use conformance::{bridge, patched};
 use serde_json::{Value, json};
 
@@ -78,7 +78,9 @@ fn a_list_decides_even_if_the_namespace_exists() {
         let outcome =
             operator.call(&[&["gc", "--json", "--valid-from", "-"], args].concat()).stdin(pods.as_str()).run();
         assert_eq!(outcome.status, Some(0), "{}", outcome.report());
-        outcome.json.clone().unwrap()
+        let json = outcome.json.clone().unwrap();
+        assert_eq!(report_errors("gc", &json), [""; 0], "{json:#}");
+        json
     };
     // A pod may be listed only some time after its ADD.
     assert_eq!(decision(&gc(&[]), "net1", &unlisted.id), ("kept", "young"));

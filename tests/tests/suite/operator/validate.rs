@@ -70,7 +70,7 @@ fn every_problem_is_found_at_once_with_its_place() {
     assert_eq!(said.stdout.lines().count(), 11, "{}", said.report());
     let json = operator.json(&["validate", file]);
     assert_eq!(
-        (&json["files"][0]["problems"][0]["line"], &json["files"][0]["problems"][0]["column"]),
+        (&json["networks"][0]["problems"][0]["line"], &json["networks"][0]["problems"][0]["column"]),
         (&json!(4), &json!(3))
     );
     let alone = operator.failed(&["validate", "--file-only", file], &[]);
