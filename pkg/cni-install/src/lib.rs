@@ -113,6 +113,9 @@ enum Command {
     Status {
         #[command(flatten)]
         dest: Dest,
+        /// Print one JSON document
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -138,7 +141,7 @@ impl Command {
         let (Command::Install { dest, .. }
         | Command::Rollback { dest, .. }
         | Command::Forget { dest }
-        | Command::Status { dest }) = self;
+        | Command::Status { dest, .. }) = self;
         &dest.path
     }
 
@@ -245,31 +248,36 @@ fn execute(command: &Command) -> Result<(String, u8), Error> {
                 (format!("{recovered}{dest}: nothing is kept any more. It was:\n{kept}"), 0)
             }
         },
-        Command::Status { .. } => {
+        Command::Status { json, .. } => {
             let folder = Folder::open(path)?;
-            let (text, status) = comparison_text(command, &folder.compare()?);
-            (format!("{text}\n{}", folder.kept_sets()?), status)
+            let (comparison, kept) = (folder.compare()?, folder.kept_sets()?);
+            let text = match json {
+                true => format!("{:#}", comparison.json(path, &kept)),
+                false => format!("{}\n{kept}", comparison_text(command, &comparison)),
+            };
+            (text, u8::from(!comparison.is_same()))
         }
     })
 }
 
-/// Returns the text about the comparison of the folder with the installed programs, and the exit
-/// status.
-fn comparison_text(command: &Command, comparison: &Comparison) -> (String, u8) {
+/// Returns the text about the comparison of the folder with the installed programs: a table of them.
+fn comparison_text(command: &Command, comparison: &Comparison) -> String {
     let dest = command.dest().display();
-    match comparison {
-        Comparison::NothingInstalled => (format!("nothing is installed in {dest} by cni-install"), 1),
-        Comparison::Interrupted(interrupted) => (
-            format!(
+    let programs = match comparison {
+        Comparison::NothingInstalled => return format!("nothing is installed in {dest} by cni-install"),
+        Comparison::Interrupted(interrupted) => {
+            return format!(
                 "{interrupted} in {dest} was interrupted; the next install, rollback or forget completes or undoes it first"
-            ),
-            1,
-        ),
-        Comparison::Same(names) => (format!("{dest} holds what was installed: {}", names.join(", ")), 0),
-        Comparison::Different(lines) => {
-            (format!("{dest} differs from what was installed:\n  {}", lines.join("\n  ")), 1)
+            );
         }
-    }
+        Comparison::Installed(programs) => programs,
+    };
+    let verdict = if comparison.is_same() { "holds what was installed" } else { "differs from what was installed" };
+    let width = programs.iter().map(|(name, _)| name.len()).chain(["PROGRAM".len()]).max().unwrap_or_default();
+    let row = |(name, state): (&str, &str)| format!("\n{name:<width$}  {state}");
+    let rows = programs.iter().map(|(name, difference)| (name.as_str(), difference.unwrap_or("as installed")));
+    let rows: String = [("PROGRAM", "STATE")].into_iter().chain(rows).map(row).collect();
+    format!("{dest} {verdict}:{rows}")
 }
 
 /// Returns the text about a rollback, and the exit status: 1 if a kept file was lost.

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
 
 use crate::kept::Kept;
 
@@ -106,10 +109,39 @@ pub enum Comparison {
     NothingInstalled,
     /// This command was interrupted: `an installation` or `a rollback`.
     Interrupted(&'static str),
-    /// All programs are as installed. Has their names.
-    Same(Vec<String>),
-    /// Some programs are not as installed. Has a text for each of these.
-    Different(Vec<String>),
+    /// The installed programs, each with its name and how the file differs from it.
+    Installed(Vec<(String, Option<&'static str>)>),
+}
+
+impl Comparison {
+    /// Whether all programs are as installed.
+    pub fn is_same(&self) -> bool {
+        matches!(self, Comparison::Installed(programs) if programs.iter().all(|(_, difference)| difference.is_none()))
+    }
+
+    /// Returns the comparison and the kept sets for `--json`.
+    pub(crate) fn json(&self, folder: &Path, kept: &KeptSets) -> Value {
+        let (state, programs) = match self {
+            Comparison::NothingInstalled => ("nothingInstalled", &[][..]),
+            Comparison::Interrupted(_) => ("interrupted", &[][..]),
+            Comparison::Installed(programs) => (if self.is_same() { "same" } else { "different" }, &programs[..]),
+        };
+        let programs = programs.iter().map(|(name, difference)| json!({"name": name, "difference": difference}));
+        let set = |set: &Option<KeptSet>| {
+            set.as_ref().map(|KeptSet { replaced_at, programs, absent }| {
+                json!({"replacedAt": date(*replaced_at), "programs": programs, "absent": absent})
+            })
+        };
+        json!({
+            "folder": folder.display().to_string(), "state": state, "programs": programs.collect::<Vec<_>>(),
+            "original": set(&kept.original), "previous": set(&kept.previous),
+        })
+    }
+}
+
+/// Returns a time in the form of RFC 3339.
+fn date(time: SystemTime) -> String {
+    cni::time::rfc3339(time.duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
 /// The sets that a rollback can put back.
@@ -163,9 +195,8 @@ impl KeptSet {
 
 impl fmt::Display for KeptSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let replaced_at = self.replaced_at.duration_since(UNIX_EPOCH).unwrap_or_default();
         let names = if self.programs.is_empty() { "no program".to_owned() } else { self.programs.join(", ") };
-        write!(f, "from before {}: {names}", cni::time::rfc3339(replaced_at))?;
+        write!(f, "from before {}: {names}", date(self.replaced_at))?;
         if self.absent.is_empty() { Ok(()) } else { write!(f, "; did not exist: {}", self.absent.join(", ")) }
     }
 }

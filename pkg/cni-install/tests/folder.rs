@@ -58,7 +58,7 @@ fn a_rollback_leaves_files_that_others_installed_since() {
     program::script(place.dest().join("tuning"), &answering("another installer's"));
     let status = place.call("status");
     assert!(
-        status.status == 1 && status.out.contains("tuning is not the installed program: its SHA-256 differs"),
+        status.status == 1 && status.out.contains("tuning   is not the installed program: its SHA-256 differs"),
         "{status:?}"
     );
     let text = place.call("rollback").fine();
@@ -197,7 +197,7 @@ fn install_adopts_equal_programs_and_replaces_broken_ones() {
     place.call("status").fine();
     fs::set_permissions(place.dest().join("tuning"), fs::Permissions::from_mode(0o644)).unwrap();
     let status = place.call("status");
-    assert!(status.status == 1 && status.out.contains("tuning is not executable by all users"), "{status:?}");
+    assert!(status.status == 1 && status.out.contains("tuning   is not executable by all users"), "{status:?}");
     place.install(&set).fine();
     place.call("status").fine();
 }
@@ -220,7 +220,7 @@ fn a_full_standard_output_is_reported_with_the_outcome() {
     let place = Place::new();
     let set = place.set("v1", &["bridge"]);
     let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    for (verb, says) in [("install", "bridge are now in"), ("status", "holds what was installed: bridge")] {
+    for (verb, says) in [("install", "bridge are now in"), ("status", "PROGRAM  STATE\nbridge   as installed\n")] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cni-install"));
         command.arg(verb).arg("--dest").arg(place.dest());
         if verb == "install" {
@@ -425,7 +425,7 @@ fn a_fifo_does_not_block_a_command() {
     fs::remove_file(place.dest().join("bridge")).unwrap();
     fifo(&place.dest().join("bridge"));
     let ran = call(&place, "status");
-    assert!(ran.status == 1 && (ran.out + &ran.err).contains("bridge is missing"));
+    assert!(ran.status == 1 && (ran.out + &ran.err).contains("bridge   is missing"));
     call(&place, "rollback").fine();
     let place = Place::new();
     fs::create_dir(place.dest().join(".cni-install")).unwrap();

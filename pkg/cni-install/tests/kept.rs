@@ -12,8 +12,9 @@ use std::process::{Command, Stdio};
 
 use cni_install::set::sum;
 use cni_testkit::program;
+use serde_json::Value;
 
-use common::{Place, Ran, answering};
+use common::{Place, Ran, answering, run};
 
 #[test]
 fn the_original_set_survives_upgrades_and_restarts() {
@@ -33,6 +34,11 @@ fn the_original_set_survives_upgrades_and_restarts() {
         "{status}"
     );
     assert!(status.contains("Z: bridge, tuning; did not exist: portmap\nkept, the previous set"), "{status}");
+    let json: Value =
+        serde_json::from_str(&run(&["status", "--json", "--dest", place.dest().to_str().unwrap()]).fine()).unwrap();
+    assert_eq!(cni_testkit::report_errors("cni-install-status", &json), [""; 0], "{json:#}");
+    assert_eq!((&json["state"], &json["programs"][1]["name"]), (&"same".into(), &"portmap".into()), "{json:#}");
+    assert_eq!(json["original"]["absent"][0], "portmap", "{json:#}");
     place.call("rollback").fine();
     assert_eq!((place.says("bridge"), place.says("portmap")), (Some("v1 of bridge".into()), None));
     let text = place.call("rollback").fine();
@@ -91,7 +97,10 @@ fn an_interrupted_forget_leaves_nothing_to_restore() {
     }
     fs::write(place.dest().join(".cni-install/state"), "forgetting 2\n").unwrap();
     let status = place.call("status").fine();
-    assert!(status.contains("holds what was installed: bridge\nno earlier set is kept"), "{status}");
+    assert!(
+        status.contains("holds what was installed:\nPROGRAM  STATE\nbridge   as installed\nno earlier set is kept"),
+        "{status}"
+    );
     assert!(place.call("rollback").fine().contains("nothing to roll back"));
     assert_eq!(place.says("bridge"), Some("v2 of bridge".into()));
 }

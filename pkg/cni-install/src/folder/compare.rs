@@ -18,30 +18,25 @@ impl Folder {
             Some(State::RollingBack(_) | State::Restoring) => return Ok(Comparison::Interrupted("a rollback")),
             Some(State::Installed(generation) | State::Forgetting(generation)) => self.list_installed(generation)?,
         };
-        let lines = self.differences(&installed)?;
-        Ok(if lines.is_empty() {
-            Comparison::Same(installed.into_iter().map(|program| program.name).collect())
-        } else {
-            Comparison::Different(lines)
-        })
+        let compare = |program: Program| Ok((self.difference(&program)?, program.name));
+        let programs = installed.into_iter().map(compare).collect::<Result<Vec<_>, Error>>()?;
+        Ok(Comparison::Installed(programs.into_iter().map(|(difference, name)| (name, difference)).collect()))
     }
 
     /// Returns how the file in the plugin folder differs from the installed program. `None` if a
     /// runtime that executes the file gets this program.
-    fn difference(&self, program: &Program) -> Result<Option<String>, Error> {
-        let name = &program.name;
-        Ok(match self.mode_and_sum(name)? {
-            None => Some(format!("{name} is missing")),
-            Some((_, sum)) if sum != program.sum => {
-                Some(format!("{name} is not the installed program: its SHA-256 differs"))
-            }
-            Some((mode, _)) if mode & 0o555 != 0o555 => Some(format!("{name} is not executable by all users")),
+    fn difference(&self, program: &Program) -> Result<Option<&'static str>, Error> {
+        Ok(match self.mode_and_sum(&program.name)? {
+            None => Some("is missing"),
+            Some((_, sum)) if sum != program.sum => Some("is not the installed program: its SHA-256 differs"),
+            Some((mode, _)) if mode & 0o555 != 0o555 => Some("is not executable by all users"),
             Some(_) => None,
         })
     }
 
-    /// Returns the [`difference`](Folder::difference) of each program that has one.
-    pub(super) fn differences(&self, programs: &[Program]) -> Result<Vec<String>, Error> {
-        programs.iter().filter_map(|program| self.difference(program).transpose()).collect()
+    /// Whether one of the programs has a [`difference`](Folder::difference).
+    pub(super) fn differs(&self, programs: &[Program]) -> Result<bool, Error> {
+        let differences = programs.iter().map(|program| self.difference(program)).collect::<Result<Vec<_>, Error>>()?;
+        Ok(differences.iter().any(Option::is_some))
     }
 }

@@ -38,7 +38,7 @@ impl Folder {
     ) -> Result<(RecoveryReport, InstallReport), Error> {
         let (recovered, current) = self.recover()?;
         let is_installed = current > 0 && self.list_installed(current)? == set.programs();
-        if is_installed && self.differences(set.programs())?.is_empty() {
+        if is_installed && !self.differs(set.programs())? {
             return Ok((recovered, InstallReport::AlreadyThere));
         }
         DirBuilder::new()

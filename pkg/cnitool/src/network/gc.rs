@@ -91,7 +91,8 @@ impl VerbRun<'_, '_> {
     }
 
     /// Prints the decisions and carries them out. The text is printed before anything is removed,
-    /// so that it is complete even if the removal fails. The JSON document reports what was removed.
+    /// so that it is complete even if the removal fails. The JSON document reports what was
+    /// removed.
     ///
     /// # Errors
     /// Code 5 if stdout cannot be written; the error of `remove`.
