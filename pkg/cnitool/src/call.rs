@@ -5,9 +5,10 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use cni::machine::Machine;
@@ -123,9 +124,21 @@ pub(crate) struct Shared {
     /// Print results and errors as one JSON document on stdout
     #[arg(long, global = true)]
     json: bool,
+    /// Use colours [auto]
+    #[arg(long, global = true, value_name = "WHEN", value_parser = ["auto", "always", "never"])]
+    color: Option<String>,
 }
 
 impl Shared {
+    /// Returns the colours that the option requests, or `None` if the streams decide.
+    pub(crate) fn color_mode(&self) -> Option<ColorMode> {
+        match self.color.as_deref() {
+            Some("always") => Some(ColorMode::Coloured),
+            Some("never") => Some(ColorMode::Plain),
+            _ => None,
+        }
+    }
+
     /// Returns how results and errors are printed.
     pub(crate) fn format(&self) -> Format {
         if self.json { Format::Json } else { Format::Text }
@@ -186,6 +199,49 @@ impl Shared {
             _ => Err(Failure::Usage { verb: verb.to_owned(), msg: format!("{verb} takes one --cache-dir") }),
         }
     }
+}
+
+/// The option of the verbs that can be repeated.
+#[derive(Debug, Args)]
+pub(crate) struct Watch {
+    /// Print it again every 2 seconds, or after this time
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2")]
+    watch: Option<u64>,
+}
+
+impl Watch {
+    /// Runs a verb once or, with `--watch`, until a signal arrives or the verb fails.
+    ///
+    /// # Errors
+    /// The error of the verb.
+    pub(crate) fn run<T>(
+        &self,
+        call: &Call<'_>,
+        streams: &mut Streams<'_>,
+        mut verb: impl FnMut(&mut Streams<'_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        /// The longest time after which a signal is noticed.
+        const STEP: Duration = Duration::from_millis(100);
+        let Some(seconds) = self.watch else { return verb(streams) };
+        loop {
+            if streams.stdout_style == ColorMode::Coloured {
+                crate::report::clear_screen(streams)?;
+            }
+            let outcome = verb(streams)?;
+            let end = Instant::now() + Duration::from_secs(seconds);
+            while Instant::now() < end {
+                if call.machine.terminated() {
+                    return Ok(outcome);
+                }
+                std::thread::sleep(STEP);
+            }
+        }
+    }
+}
+
+/// Returns the user ID of this process.
+pub(crate) fn own_uid() -> u32 {
+    std::fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
 }
 
 /// The environment variables. The last of several duplicates is used. An empty variable counts as

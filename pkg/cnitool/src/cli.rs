@@ -7,7 +7,7 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use cni::skel;
 
 use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
-use crate::{doctor, explain, generate, help, inspect, ipam, metrics, network, rules, validate};
+use crate::{doctor, explain, generate, help, inspect, ipam, metrics, network, rules, schema, validate};
 
 /// Run, see and repair CNI networks by hand
 #[derive(Debug, Parser)]
@@ -43,6 +43,9 @@ enum Verb {
     /// Check networks or their files: every problem, with line and column
     #[command(visible_alias = "networks", before_help = help::VALIDATE, after_help = help::AFTER_VALIDATE)]
     Validate(validate::Validate),
+    /// Print the JSON Schema of a network, or of one plugin's keys
+    #[command(before_help = help::SCHEMA, after_help = help::AFTER_SCHEMA)]
+    Schema(schema::Schema),
     /// Look for problems of the node; each is printed with the command that fixes it
     #[command(before_help = help::DOCTOR, after_help = help::AFTER_DOCTOR)]
     Doctor,
@@ -84,6 +87,9 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
     let matches = command().try_get_matches_from(args).map_err(parser_failure)?;
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
+    if let Some(mode) = shared.color_mode() {
+        (streams.stdout_style, streams.stderr_style) = (mode, mode);
+    }
     let format = shared.format();
     // The verbs of a network name the network in their failures.
     let fail = |verb, format| move |error| failed(verb, error, format);
@@ -95,6 +101,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams),
         Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams),
         Verb::Validate(args) => validate::run(&args, &shared, call, streams).map_err(fail("validate", format)),
+        Verb::Schema(args) => schema::run(&args, streams).map_err(fail("schema", format)),
         Verb::Doctor => doctor::run(&shared, call, streams).map_err(fail("doctor", format)),
         Verb::Metrics(args) => metrics::run(&args, &shared, call, streams).map_err(fail("metrics", format)),
         Verb::Inspect(args) => inspect::run(&args, &shared, call, streams).map_err(fail("inspect", format)),

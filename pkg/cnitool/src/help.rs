@@ -126,9 +126,9 @@ Examples:
 
 /// Before the options of `cnitool status --help`.
 pub(crate) const STATUS: &str = "\
-Runs STATUS of the network's plugins in order until one is not ready. A network
-of a CNI version below 1.1.0 has no STATUS and counts as ready. Prints nothing
-if all plugins are ready.";
+Runs STATUS of the plugins of the network, or of each configured network, in
+order until one is not ready. A network of a CNI version below 1.1.0 has no
+STATUS and counts as ready.";
 
 /// After the options of `cnitool status --help`.
 pub(crate) const AFTER_STATUS: &str = "\
@@ -141,7 +141,7 @@ Example:
 
 /// Before the options of `cnitool version --help`.
 pub(crate) const VERSION: &str = "\
-Fails if a plugin is missing or does not support the network's version.
+Fails if a plugin is missing or does not support the version of its network.
 'cnitool --version' is cnitool's own version.";
 
 /// After the options of `cnitool version --help`.
@@ -310,7 +310,8 @@ Examples:
 pub(crate) const VALIDATE: &str = "\
 Without arguments, lists the files in the networks' folder: whether each one can
 be loaded, and all of its problems. With names, lists only those networks. With
-files, reports the problems of the files. 'cnitool networks' is the same verb.
+folders, lists their files. With files, or - for stdin, reports their problems.
+'cnitool networks' is the same verb.
 With an error every add fails:
   wrong types and values, as each plugin would refuse them; a plugin that needs
   the result of an earlier one; a gateway that no address reaches; a plugin that
@@ -327,10 +328,23 @@ Environment: CNI_PATH, NETCONFPATH
 Exit codes: 0 no error (with --strict: and no warning), 1 at least one,
             2 the arguments are invalid
 
-An argument with a '/' is a file. Without one, a configured network is preferred
-to a file in the working directory. If one argument is a file, all are.
+An argument with a '/' is a file or folder. Without one, a configured network is
+preferred to a file in the working directory.
 
 Examples:
   cnitool validate
   cnitool validate mynet
-  cnitool validate --file-only ./new.conflist";
+  cnitool validate --file-only ./new.conflist
+  cnitool validate - < new.conflist";
+
+/// Before the options of `cnitool schema --help`.
+pub(crate) const SCHEMA: &str = "\
+Prints the JSON Schema of a network, or with a plugin that of the plugin's keys.
+It is made from the plugins' own code and refuses unknown keys, which the plugins
+ignore. Editors can complete and check a network's file with it.";
+
+/// After the options of `cnitool schema --help`.
+pub(crate) const AFTER_SCHEMA: &str = "\
+Examples:
+  cnitool schema > network.schema.json
+  cnitool schema bridge";

@@ -3,6 +3,7 @@
 //! - `network`: the verbs add, check, del, gc, status and version of a network, with [`libcni`].
 //! - `inspect`: compares attachments with their results, and finds leftovers.
 //! - `validate`: reports all problems of network files, or of the files in the networks' folder.
+//! - `schema`: the JSON Schema of a network, or of one plugin's keys.
 //! - `doctor`: finds problems of the node, with the commands that fix them.
 //! - `metrics`: figures of the node in Prometheus' text format.
 //! - `explain`: runs a verb of a network and prints the steps of each plugin.
@@ -38,6 +39,7 @@ mod node;
 mod plugins;
 mod report;
 mod rules;
+mod schema;
 mod target;
 #[cfg(test)]
 mod testing;

@@ -30,10 +30,11 @@ fn main() -> ExitCode {
     cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes, stdout_style, stderr_style }).into()
 }
 
-/// Returns [`ColorMode::Coloured`] for a terminal that supports colours, unless NO_COLOR is set
-/// (<https://no-color.org>).
+/// Returns [`ColorMode::Coloured`] for a terminal that supports colours, or if CLICOLOR_FORCE is set
+/// and not 0, unless NO_COLOR is set (<https://no-color.org>, <https://bixense.com/clicolors>).
 fn style(stream: &impl IsTerminal) -> ColorMode {
-    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-    if stream.is_terminal() && !no_color && !dumb { ColorMode::Coloured } else { ColorMode::Plain }
+    let value = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+    let dumb = value("TERM").is_none_or(|term| term == "dumb");
+    let supported = value("CLICOLOR_FORCE").is_some_and(|value| value != "0") || (stream.is_terminal() && !dumb);
+    if supported && value("NO_COLOR").is_none() { ColorMode::Coloured } else { ColorMode::Plain }
 }

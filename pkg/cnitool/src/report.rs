@@ -11,7 +11,7 @@ use cni::{Code, Error};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::call::{ColorMode, Exit, Failure, Format, Streams};
+use crate::call::{ColorMode, Exit, Failure, Format, Streams, own_uid};
 
 /// cnitool's own code for an action that needs a further option, for example `--all`.
 pub(crate) const REFUSED: Code = Code(103);
@@ -187,6 +187,14 @@ pub(crate) fn counted(count: usize, noun: &str) -> String {
     format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
+/// Clears the terminal.
+///
+/// # Errors
+/// Code 5 if stdout cannot be written.
+pub(crate) fn clear_screen(streams: &mut Streams<'_>) -> Result<(), Error> {
+    write_raw(streams, "\x1b[H\x1b[2J")
+}
+
 /// Writes a JSON document to stdout.
 ///
 /// # Errors
@@ -263,6 +271,11 @@ pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exi
             streams.notes.note(format_args!("cnitool: {subject}: {}", escaped(&error.to_string())));
             error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", escaped(line))));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
+            // The texts of EPERM and EACCES.
+            let is_denied = ["(os error 1)", "(os error 13)"].iter().any(|text| error.to_string().contains(text));
+            if is_denied && own_uid() != 0 {
+                streams.notes.note("    run this as root");
+            }
             Exit::Failed
         }
     }

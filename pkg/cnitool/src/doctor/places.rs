@@ -11,6 +11,7 @@ use cni::delegate::find_plugin;
 use libcni::NetworkList;
 
 use super::{CheckOutcome, Context};
+use crate::call::own_uid;
 use crate::node::ipam::{NEARLY_FULL_PERCENT, used_percent};
 use crate::node::leftovers::quoted;
 use crate::node::snapshot::ListedPool;
@@ -118,11 +119,6 @@ fn check_permissions(path: &Path, outcome: &mut CheckOutcome) {
         let problem = format!("belongs to user {} and not to root", metadata.uid());
         outcome.add_problem(&path, problem, format!("chown root {path}"));
     }
-}
-
-/// Returns the user ID of this process.
-fn own_uid() -> u32 {
-    fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
 }
 
 /// The advice if the daemon of dhcp does not answer.

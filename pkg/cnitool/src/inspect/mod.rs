@@ -8,13 +8,14 @@ mod attachment;
 
 use clap::Args;
 use cni::{Code, Error};
+use libcni::NetworkList;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Shared, Streams};
+use crate::call::{Call, Exit, Shared, Streams, Watch};
 use crate::node::leftovers;
 use crate::node::snapshot::Snapshot;
-use crate::report::{Colour, Report, cell, counted, words};
+use crate::report::{Colour, Report, cell, counted, did_you_mean, words};
 
 pub(crate) use attachment::AttachmentReport;
 
@@ -25,6 +26,8 @@ pub(crate) struct Inspect {
     network: Option<String>,
     /// Only this container; the beginning of its ID is enough
     container: Option<String>,
+    #[command(flatten)]
+    watch: Watch,
 }
 
 /// The properties of an object, each with its name in JSON. The first one identifies the object.
@@ -90,6 +93,14 @@ impl Serialize for Fact {
 /// - Code 3 if the arguments name a network and select nothing.
 /// - Code 5 if stdout cannot be written.
 pub(crate) fn run(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    args.watch.run(call, streams, |streams| inspect(args, shared, call, streams))
+}
+
+/// Prints the attachments and leftovers once.
+///
+/// # Errors
+/// As [`run`].
+fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let snapshot = Snapshot::take(shared, call, &streams.notes)?;
     // An unknown network or container matches only if the argument is not given.
     let is_selected = |network: Option<&str>, container: Option<&str>| {
@@ -112,7 +123,13 @@ pub(crate) fn run(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mu
     if attachments.is_empty() && left_over.is_empty() && args.network.is_some() {
         let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let network = args.network.as_deref().unwrap_or_default();
-        let msg = format!("nothing{of_container} is attached to network {network:?}, and there are no leftovers");
+        let cached = &snapshot.attachments.cached;
+        let (wanted, known): (&str, Vec<&str>) = match args.container.as_deref() {
+            Some(wanted) => (wanted, cached.iter().map(|entry| entry.attachment.container_id.as_str()).collect()),
+            None => (network, snapshot.networks.iter().map(NetworkList::name).collect()),
+        };
+        let hint = did_you_mean(wanted, &known);
+        let msg = format!("nothing{of_container} is attached to network {network:?}, and there are no leftovers{hint}");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }
     let mut report = Report::new(streams);

@@ -19,7 +19,7 @@ use cni::Error;
 use cni_ipam::Reservation;
 use serde::Serialize;
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Watch, failed};
 use crate::help;
 use crate::node::ipam::IpamContext;
 use crate::report::{Colour, Report};
@@ -37,7 +37,7 @@ pub(crate) struct Ipam {
 #[derive(Debug, Subcommand)]
 enum Verb {
     /// List each network's ranges and how full they are
-    List,
+    List(Watch),
     /// List a network's reservations: address, owner, age, whether it is in use
     Show(show::Show),
     /// Remove the reservations of containers that do not exist any more
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut S
     let data_dir = args.location.data_dir.as_deref();
     let context = IpamContext { shared, call, data_dir, notes: streams.notes.clone() };
     let (verb, outcome) = match &args.verb {
-        Verb::List => ("ipam list", context.list(streams)),
+        Verb::List(watch) => ("ipam list", watch.run(call, streams, |streams| context.list(streams))),
         Verb::Show(args) => ("ipam show", context.show(args, streams)),
         Verb::Gc(args) => ("ipam gc", context.gc(args, streams)),
         Verb::Release(args) => ("ipam release", context.release(args, streams)),

@@ -83,6 +83,9 @@ impl VerbRun<'_, '_> {
         streams: &mut Streams<'_>,
     ) -> Result<Exit, Error> {
         let format = self.command.shared.format();
+        if networks.is_empty() {
+            report.line(format_args!("No network is configured in {}.", self.conf_folder.path().display()));
+        }
         report.set("networks", networks);
         report.write(streams, format)?;
         match errors.is_empty() {

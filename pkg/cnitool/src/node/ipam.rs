@@ -15,6 +15,7 @@ use plugin_host_local::Pool;
 use super::attachments::{Attachments, CheckedReservation, read_caches};
 use super::{networks, plugin_confs};
 use crate::call::{Call, Shared, Variables};
+use crate::report::did_you_mean;
 
 /// The percentage of used addresses at which a range set is nearly full.
 pub(crate) const NEARLY_FULL_PERCENT: u128 = 90;
@@ -116,7 +117,10 @@ impl IpamContext<'_, '_> {
                 true => {
                     "no other network has reservations or uses host-local; check --conf-dir and --data-dir".to_owned()
                 }
-                false => format!("networks with reservations or host-local: {}", names.join(", ")),
+                false => {
+                    let hint = did_you_mean(network, &names.iter().map(String::as_str).collect::<Vec<_>>());
+                    format!("networks with reservations or host-local: {}{hint}", names.join(", "))
+                }
             })
         })
     }

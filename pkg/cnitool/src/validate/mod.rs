@@ -26,6 +26,8 @@ use crate::call::{Call, Exit, Shared, Streams, Variables};
 use crate::node;
 use crate::report::{Colour, Report, counted, did_you_mean};
 
+pub(crate) use rules::{LIST_KEYS, STANDARD_KEYS};
+
 /// The arguments of `validate`.
 #[derive(Debug, Args)]
 pub(crate) struct Validate {

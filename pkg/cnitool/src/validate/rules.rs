@@ -19,10 +19,10 @@ use crate::report::did_you_mean;
 const MAX_NAME: usize = 255 - "-".len() - 64 - "-".len() - 15;
 
 /// The keys of a list that runtimes read.
-const LIST_KEYS: [&str; 8] =
+pub(crate) const LIST_KEYS: [&str; 8] =
     ["cniVersion", "cniVersions", "name", "plugins", "disableCheck", "disableGC", "loadOnlyInlinedPlugins", "args"];
 /// The keys that every plugin's object may have.
-const STANDARD_KEYS: [&str; 9] =
+pub(crate) const STANDARD_KEYS: [&str; 9] =
     ["cniVersion", "name", "type", "capabilities", "ipam", "dns", "args", "runtimeConfig", "prevResult"];
 
 /// Returns the problems that the document has on every host.

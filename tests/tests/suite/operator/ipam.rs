@@ -132,3 +132,32 @@ fn a_lock_that_is_held_is_waited_for_and_its_holder_named() {
     assert!(ran.ok, "the list takes no lock: {}", ran.stderr);
     operator.detach(&container);
 }
+
+#[test]
+fn a_watched_verb_is_repeated_until_a_signal_arrives() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    for verb in [&["inspect"][..], &["ipam", "list"]] {
+        let once = operator.done(verb);
+        let program = cni_testkit::bin_dir().join("cnitool").display().to_string();
+        let conf = operator.node.dir().join("net.d").display().to_string();
+        let call = ["timeout", "-s", "INT", "3", &program, "--conf-dir", &conf];
+        let ran = operator.node.run(&[&call, verb, &["--watch=1"]].concat());
+        let times = ran.stdout.matches(&once).count();
+        assert!(times >= 2, "{times} times: {ran:?}");
+    }
+}
+
+#[test]
+fn an_unprivileged_call_says_once_that_root_is_needed() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::tool("setpriv"));
+    let operator = Operator::new();
+    let program = cni_testkit::bin_dir().join("cnitool").display().to_string();
+    let drop =
+        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"];
+    let ran = operator.node.run(&[&drop[..], &[&program, "inspect", "--conf-dir", "/nonexistent"]].concat());
+    assert!(!ran.ok && ran.stderr.matches("run this as root").count() == 1, "{ran:?}");
+    let ran = operator.node.run(&[&program, "inspect", "--conf-dir", "/nonexistent"]);
+    assert!(ran.ok && !ran.stderr.contains("root"), "{ran:?}");
+}
