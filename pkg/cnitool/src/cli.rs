@@ -65,6 +65,9 @@ enum Verb {
     /// Print the completions for a shell
     #[command(after_help = help::AFTER_COMPLETIONS)]
     Completions(generate::Completions),
+    /// Print the names that the completions add
+    #[command(hide = true)]
+    Complete(generate::Complete),
     /// Write the man pages into a folder
     #[command(before_help = help::MAN, after_help = help::AFTER_MAN)]
     Man(generate::ManArgs),
@@ -111,6 +114,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Completions(args) => {
             generate::completions(&args, command(), streams).map_err(fail("completions", Format::Text))
         }
+        Verb::Complete(args) => generate::complete(&args, &shared, call, streams).map_err(fail("complete", format)),
         Verb::Man(args) => generate::man(&args, command()).map_err(fail("man", Format::Text)),
     }
 }

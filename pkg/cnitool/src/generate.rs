@@ -1,13 +1,18 @@
 //! Generates completions and man pages from the parser.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Command};
 use clap_complete::Shell;
+use cni::rollback::Notes;
 use cni::{Code, Error};
+use cni_multicall::PLUGINS;
 
-use crate::call::{Exit, Streams};
+use crate::call::{Call, Exit, Shared, Streams, Variables};
+use crate::node::attachments::read_caches;
+use crate::node::ipam::IpamContext;
+use crate::node::networks;
 use crate::report::write_raw;
 
 /// The arguments of `completions`.
@@ -15,6 +20,14 @@ use crate::report::write_raw;
 pub(crate) struct Completions {
     /// The shell
     shell: Shell,
+}
+
+/// The arguments of `complete`.
+#[derive(Debug, Args)]
+pub(crate) struct Complete {
+    /// The words before the one that is completed, without the program's name
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    words: Vec<String>,
 }
 
 /// The arguments of `man`.
@@ -32,7 +45,88 @@ pub(crate) struct ManArgs {
 pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut parser, "cnitool", &mut script);
-    write_raw(streams, &String::from_utf8_lossy(&script)).map(|()| Exit::Done)
+    let names = match args.shell {
+        Shell::Bash => BASH_NAMES,
+        Shell::Fish => "complete -c cnitool -a '(cnitool complete -- (commandline -opc)[2..] 2>/dev/null)'\n",
+        _ => "",
+    };
+    write_raw(streams, &(String::from_utf8_lossy(&script) + names)).map(|()| Exit::Done)
+}
+
+/// Adds the names of networks, containers and addresses to the completions for bash.
+const BASH_NAMES: &str = r#"
+_cnitool_names() {
+    local current=${COMP_WORDS[COMP_CWORD]} IFS=$'\n'
+    _cnitool "$@"
+    [[ $current == -* ]] && return
+    COMPREPLY+=($(compgen -W "$(cnitool complete -- "${COMP_WORDS[@]:1:COMP_CWORD-1}" 2>/dev/null)" -- "$current"))
+}
+complete -F _cnitool_names -o bashdefault -o default cnitool
+"#;
+
+/// Prints the names that the completions add after these words, one in each line: of networks,
+/// containers, addresses, namespaces or plugins. Prints no name that a shell could expand.
+///
+/// # Errors
+/// Code 5 if a folder cannot be read or stdout cannot be written.
+pub(crate) fn complete(
+    args: &Complete,
+    shared: &Shared,
+    call: &Call<'_>,
+    streams: &mut Streams<'_>,
+) -> Result<Exit, Error> {
+    let after_container_id = args.words.last().is_some_and(|word| word == "--container-id");
+    let mut words: Vec<&str> = Vec::new();
+    let mut is_value = false;
+    for word in &args.words {
+        let takes_value =
+            word.starts_with('-') && !["--json", "--all", "--dry-run", "--watch"].contains(&word.as_str());
+        if !word.starts_with('-') && !is_value {
+            words.push(word);
+        }
+        is_value = takes_value && !word.contains('=');
+    }
+    if words.first() == Some(&"explain") {
+        words.remove(0);
+    }
+    let network = words.get(1).copied();
+    let names: Vec<String> = match words[..] {
+        _ if after_container_id => containers(shared, network)?,
+        ["inspect", network] => containers(shared, Some(network))?,
+        ["ipam", "release", network] => {
+            let context = IpamContext { shared, call, data_dir: None, notes: Notes::silent() };
+            entries(&context.pool_of(network)?.folder())
+        }
+        ["add" | "check" | "del", _] => {
+            entries("/run/netns".as_ref()).iter().map(|n| format!("/run/netns/{n}")).collect()
+        }
+        ["schema"] => PLUGINS.iter().map(|plugin| plugin.name().to_owned()).collect(),
+        ["ipam", "show" | "gc" | "release" | "dhcp"]
+        | ["rules", "restore"]
+        | ["add" | "check" | "del" | "gc" | "status" | "version" | "validate" | "networks" | "inspect"] => {
+            let lists = networks(&shared.conf_folder(&Variables(&call.environment)))?;
+            lists.iter().map(|list| list.name().to_owned()).collect()
+        }
+        _ => Vec::new(),
+    };
+    let is_plain = |name: &&String| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.:/".contains(&byte));
+    let text: String = names.iter().filter(is_plain).map(|name| format!("{name}\n")).collect();
+    write_raw(streams, &text).map(|()| Exit::Done)
+}
+
+/// Returns the container IDs in the result caches, or only those of a network.
+///
+/// # Errors
+/// Code 5 if a cache cannot be read.
+fn containers(shared: &Shared, network: Option<&str>) -> Result<Vec<String>, Error> {
+    let listed = read_caches(shared, network)?.entries.into_iter();
+    Ok(listed.map(|entry| entry.attachment.container_id).collect())
+}
+
+/// Returns the names of a folder's files.
+fn entries(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
 /// Writes `cnitool.1` and a page for each verb.

@@ -30,8 +30,8 @@ fn main() -> ExitCode {
     cnitool::run(&call, &mut Streams { stdout: &mut io::stdout(), notes, stdout_style, stderr_style }).into()
 }
 
-/// Returns [`ColorMode::Coloured`] for a terminal that supports colours, or if CLICOLOR_FORCE is set
-/// and not 0, unless NO_COLOR is set (<https://no-color.org>, <https://bixense.com/clicolors>).
+/// Returns [`ColorMode::Coloured`] for a terminal that supports colours, or if CLICOLOR_FORCE is
+/// set and not 0, unless NO_COLOR is set (<https://no-color.org>, <https://bixense.com/clicolors>).
 fn style(stream: &impl IsTerminal) -> ColorMode {
     let value = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let dumb = value("TERM").is_none_or(|term| term == "dumb");

@@ -377,6 +377,18 @@ fn completions_and_man_pages_know_every_verb() {
         }
     }
     assert_eq!(node.call("completions cobol").exit, Exit::Usage);
+    node.call_ok("add net x --container-id c1");
+    for (words, names) in [
+        ("inspect", "net\n"),
+        ("explain add --json", "net\n"),
+        ("ipam show", "net\n"),
+        ("inspect net", "c1\n"),
+        ("del net --container-id", "c1\n"),
+        ("inspect net c1", ""),
+        ("doctor", ""),
+    ] {
+        assert_eq!(node.call_ok(&format!("complete -- {words}")), names, "{words}");
+    }
     let dir = node.folder.path().join("man/man1");
     node.call_ok(&format!("man {}", dir.display()));
     let page = std::fs::read_to_string(dir.join("cnitool-gc.1")).unwrap();
