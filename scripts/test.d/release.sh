@@ -95,6 +95,8 @@ release_archive() (
     cmp cni-dhcp.service "$root/plugins/dhcp/systemd/cni-dhcp.service"
     cmp cni-dhcp.socket "$root/plugins/dhcp/systemd/cni-dhcp.socket"
     tar -xzOf "$release_out"/cnitool-linux-amd64-v*.tgz ./cni-gc.service ./cni-gc.timer | cmp - <(cat "$root"/pkg/cnitool/systemd/cni-gc.service "$root"/pkg/cnitool/systemd/cni-gc.timer)
+    tar -tzf "$release_out"/cnitool-linux-amd64-v*.tgz | sort | grep -c -x -e ./cnitool.1 -e ./cnitool-gc.1 -e './cnitool\.\(bash\|fish\|zsh\)' | grep -qx 5
+    grep -q 'complete -F' cni-install.bash && grep -q status cni-install.1
     ./cni-install status --dest "$work/node"
     ./cni-install rollback --dest "$work/node"
     diff -r "$CNI_GO_BIN_DIR" "$work/node"

@@ -24,7 +24,7 @@ use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 
 pub use folder::Folder;
@@ -117,6 +117,11 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+}
+
+/// Returns the parser, for the man pages and completions.
+pub fn command() -> clap::Command {
+    CommandLine::command()
 }
 
 /// The option `--dest`.

@@ -56,9 +56,10 @@ pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut
 /// Adds the names of networks, containers and addresses to the completions for bash.
 const BASH_NAMES: &str = r#"
 _cnitool_names() {
-    local current=${COMP_WORDS[COMP_CWORD]} IFS=$'\n'
+    local current=${COMP_WORDS[COMP_CWORD]}
     _cnitool "$@"
     [[ $current == -* ]] && return
+    local IFS=$'\n'
     COMPREPLY+=($(compgen -W "$(cnitool complete -- "${COMP_WORDS[@]:1:COMP_CWORD-1}" 2>/dev/null)" -- "$current"))
 }
 complete -F _cnitool_names -o bashdefault -o default cnitool

@@ -161,3 +161,33 @@ fn an_unprivileged_call_says_once_that_root_is_needed() {
     let ran = operator.node.run(&[&program, "inspect", "--conf-dir", "/nonexistent"]);
     assert!(ran.ok && !ran.stderr.contains("root"), "{ran:?}");
 }
+
+#[test]
+fn bash_completes_networks_containers_and_addresses() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    let script = r#"
+        source <(cnitool completions bash)
+        completed() {
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+            _cnitool_names cnitool "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+            printf ' %s ' "${COMPREPLY[@]}"
+        }
+        completed "$@"
+    "#;
+    let path = format!("PATH={}:{}", cni_testkit::bin_dir().display(), std::env::var("PATH").unwrap());
+    let folder = format!("NETCONFPATH={}", operator.node.dir().join("net.d").display());
+    for (words, name) in [
+        (&["inspect", ""][..], "net1"),
+        (&["inspect", "net1", "con"], &container.id),
+        (&["del", "net1", "--container-id", ""], &container.id),
+        (&["ipam", "release", "net1", "10."], "10.1.0.2"),
+        (&["status", "--js"], "--json"),
+    ] {
+        let call = [&["env", &path, &folder, "bash", "-c", script, "bash", "cnitool"], words].concat();
+        let ran = operator.node.run(&call);
+        assert!(ran.stdout.contains(&format!(" {name} ")), "{words:?}: {ran:?}");
+    }
+    operator.detach(&container);
+}
