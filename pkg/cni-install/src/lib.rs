@@ -265,7 +265,8 @@ fn execute(command: &Command) -> Result<(String, u8), Error> {
     })
 }
 
-/// Returns the text about the comparison of the folder with the installed programs: a table of them.
+/// Returns the text about the comparison of the folder with the installed programs: a table of
+/// them.
 fn comparison_text(command: &Command, comparison: &Comparison) -> String {
     let dest = command.dest().display();
     let programs = match comparison {
