@@ -425,14 +425,12 @@ fn add_backup_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut 
 /// Adds the records of other plugins about the attachment.
 fn add_record_facts(snapshot: &Snapshot, attachment: &AttachmentId, facts: &mut Vec<Fact>) {
     for record in snapshot.records.iter().filter(|record| record.is_about(attachment)) {
-        let fields = [
-            ("plugin", json!(record.plugin)),
-            ("content", json!(record.text)),
-            ("file", json!(record.path.to_string_lossy())),
-        ];
-        facts.push(match record.network {
-            Some(_) => Fact::fine("record", fields),
-            None => Fact::differs("record", fields, "it cannot be decoded"),
+        let mut fields = vec![("plugin", json!(record.plugin)), ("file", json!(record.path.to_string_lossy()))];
+        facts.push(if record.network.is_some() {
+            fields.push(("content", json!(record.text)));
+            Fact::fine("record", fields)
+        } else {
+            Fact::differs("record", fields, &record.text)
         });
     }
 }

@@ -256,8 +256,8 @@ fn records_are_shown_and_found_without_an_attachment() {
     let stored = folder.join(&container.id);
     let text = operator.done(&["inspect"]);
     for words in [
-        format!("record       flannel: delegate bridge 10.42.3.0/24  [{}]", stored.display()),
-        "record       route-override: for DEL  [/run/cni/route-override/".to_owned(),
+        format!("record       flannel, content delegate bridge 10.42.3.0/24  [{}]", stored.display()),
+        "record       route-override, content for DEL  [/run/cni/route-override/".to_owned(),
         "1 attachment; nothing is left over.".to_owned(),
     ] {
         assert!(text.contains(&words), "it should say `{words}`:\n{text}");
@@ -266,7 +266,7 @@ fn records_are_shown_and_found_without_an_attachment() {
     // A file that cannot be decoded belongs to the container that has its name.
     let whole = std::fs::read(&stored).unwrap();
     std::fs::write(&stored, "{").unwrap();
-    operator.failed(&["inspect"], &["! record       flannel: EOF while parsing an object"]);
+    operator.failed(&["inspect"], &["! record       flannel  [", "]: EOF while parsing an object"]);
     std::fs::write(&stored, whole).unwrap();
     // The runtime has lost its memory, and the link is gone too.
     operator.node.exec(&["sh", "-c", "rm /var/lib/cni/results/net1-*"]);
@@ -279,7 +279,7 @@ fn records_are_shown_and_found_without_an_attachment() {
     let del = format!("cnitool del net1 --container-id {} --ifname eth0 --keep-going", container.id);
     let rm = format!("rm {}", half.display());
     assert!(commands.contains(&&*del) && commands.contains(&&*rm), "{commands:?}");
-    operator.failed(&["doctor"], &[&format!("fix: {del}"), &format!("fix: {rm}")]);
+    operator.failed(&["doctor"], &[&format!("fix: {del}; {rm}")]);
     operator.paste(&del);
     operator.paste(&rm);
     assert_eq!(operator.done(&["inspect"]), "0 attachments; nothing is left over.\n");
