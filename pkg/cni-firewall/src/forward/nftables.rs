@@ -354,7 +354,7 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
     for owners in &records.owners {
         let mut found = match filter {
             AttachmentFilter::One { .. } => {
-                let owner = selected.beginnings.iter().next().map(String::as_str);
+                let owner = selected.beginnings.first().map(String::as_str);
                 owners.find(nft, owner, std::iter::empty(), false)?
             }
             AttachmentFilter::Garbage { .. } => owners.records(nft)?,
