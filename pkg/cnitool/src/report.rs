@@ -116,7 +116,7 @@ impl Report {
     }
 
     /// Sets a field to a list of objects, and adds a table with one row for each object, or the
-    /// line `none` if there is no object. `columns` are the fields that the table has, and `colour`
+    /// line `none` without objects. `columns` are the fields that the table has, and `colour`
     /// returns the highlighting of an object.
     pub(crate) fn table(
         &mut self,

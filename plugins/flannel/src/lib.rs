@@ -41,7 +41,7 @@ enum Stored {
     Delegated(Delegated),
     /// A regular file that is not JSON. No network can use it.
     Undecodable,
-    /// There is no file, it is not a regular file, or it belongs to another network.
+    /// The file does not exist, is not a regular file, or it belongs to another network.
     None,
 }
 

@@ -129,7 +129,7 @@ fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Strea
             None => (network, snapshot.networks.iter().map(NetworkList::name).collect()),
         };
         let hint = did_you_mean(wanted, &known);
-        let msg = format!("nothing{of_container} is attached to network {network:?}, and there are no leftovers{hint}");
+        let msg = format!("nothing{of_container} is attached to network {network:?}, and nothing is left over{hint}");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }
     let mut report = Report::new(streams);
