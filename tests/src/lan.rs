@@ -125,13 +125,14 @@ impl Lan {
             let argv = ["ip", "-6", "-o", "address", "show", "dev", "lan", "scope", "link", "-tentative"];
             lan.node.exec(&argv).contains("fe80:")
         });
-        lan.serve_kea6(&json!({}));
+        lan.serve_kea6();
         lan
     }
 
-    /// Starts that Kea with these keys of its configuration, in the place of the server that runs.
-    pub fn serve_kea6(&self, keys: &Value) {
+    /// Starts that Kea in the place of the server that runs.
+    pub fn serve_kea6(&self) {
         let subnet = json!({
+            // The client does not ask for a lease without an offer before, so it has none.
             "id": 1, "subnet": "2001:db8:1::/64", "interface": "lan", "rapid-commit": true,
             "pools": [{"pool": "2001:db8:1::5 - 2001:db8:1::e"}],
             "option-data": [
@@ -143,7 +144,7 @@ impl Lan {
             "interfaces-config": {"interfaces": ["lan"]},
             "data-directory": self.node.dir(),
             "valid-lifetime": 120, "preferred-lifetime": 100, "renew-timer": 60, "rebind-timer": 90,
-            "subnet6": [crate::patched(subnet, keys.clone())],
+            "subnet6": [subnet],
         });
         self.start_kea(6, &probe::kea6().unwrap(), config);
     }

@@ -92,8 +92,7 @@ pub enum Step {
 /// A change of the lease, by an answer or because a time has passed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// A server has offered an address, which the client will request, or has leased one that the
-    /// client has not requested.
+    /// A server has offered an address, which the client will request.
     Offered(LeaseParameters),
     /// A server has sent what a client without an address asked for.
     Informed(Information),
@@ -339,12 +338,6 @@ impl Session {
         let since = self.sent;
         match (self.state.clone(), reply) {
             (State::Searching, Reply::Offer(terms, preference)) => self.compare(terms, preference, now),
-            (State::Searching, Reply::Committed(terms)) => {
-                self.search.offers += 1;
-                self.best = None;
-                self.state = State::Probing(Lease { terms: terms.clone(), since });
-                Some(Change::Offered(terms))
-            }
             (State::Searching, Reply::Information(information)) if self.client.is_stateless() => {
                 Some(Change::Informed(information))
             }

@@ -63,15 +63,14 @@ fn a_unique_address_is_kept_until_t1() {
 }
 
 #[test]
-fn rapid_commit_needs_no_request() {
+fn a_lease_without_an_offer_is_not_used() {
     let mut session = new();
     sent(&mut session, s(0));
-    let plain = grant(&session, 7, &SERVER, ADDRESS, &[]);
-    assert_eq!(session.receive(&plain, s(0)), None, "a REPLY without the option");
-    let reply = grant(&session, 7, &SERVER, ADDRESS, &option(14, &[]));
-    assert!(matches!(session.receive(&reply, s(0)), Some(Change::Offered(_))), "for the record");
-    assert!(matches!(session.step(s(0)), Step::Probe(_)));
-    assert_eq!(session.probed(true, s(1)), Some(Change::Acquired));
+    for options in [option(14, &[]), vec![]] {
+        let reply = grant(&session, 7, &SERVER, ADDRESS, &options);
+        assert_eq!(session.receive(&reply, s(0)), None);
+    }
+    assert!(matches!(session.step(s(0)), Step::Listen(..)), "the search goes on");
 }
 
 /// The offer that the client accepts after these, and when. An offer has a time in milliseconds,
@@ -105,17 +104,6 @@ fn the_offer_with_the_highest_preference_is_accepted() {
     assert_eq!(accepted(&[(5, 1, None), (6, 2, Some(0)), (90, 3, Some(7)), (91, 4, Some(7))]), (250, 3));
     assert_eq!(accepted(&[(5, 1, Some(9)), (6, 2, Some(255)), (90, 3, Some(255))]), (6, 2), "ends the wait");
     assert_eq!(accepted(&[(300, 1, None), (301, 2, Some(7))]), (300, 1), "after the wait the first one");
-}
-
-#[test]
-fn a_committed_lease_replaces_the_offers() {
-    let mut session = new();
-    sent(&mut session, s(0));
-    assert_eq!(session.receive(&grant(&session, 2, &OTHER, ADDRESS, &[]), s(0)), None);
-    let reply = grant(&session, 7, &SERVER, ADDRESS, &option(14, &[]));
-    assert!(matches!(session.receive(&reply, s(0)), Some(Change::Offered(_))));
-    assert_eq!(session.elapse(s(1)), None);
-    assert!(matches!(session.step(s(1)), Step::Probe(_)));
 }
 
 #[test]

@@ -272,9 +272,6 @@ pub enum Reply {
     Offer(LeaseParameters, u8),
     /// DHCPACK, or REPLY: the server has leased the address.
     Ack(LeaseParameters),
-    /// REPLY with the option Rapid Commit: the server has leased an address that the client has not
-    /// requested.
-    Committed(LeaseParameters),
     /// DHCPNAK, or REPLY with a status: the client must not use the address. The value is the
     /// server.
     Nak(Server),

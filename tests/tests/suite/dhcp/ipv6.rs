@@ -84,14 +84,13 @@ fn kea_leases_renews_and_releases_an_ipv6_address() {
     require!(probe::kea6().map(drop));
     let lan = Lan::kea6();
     let granted = || lan.log().matches("DHCP6_LEASE_RENEW").count();
-    a_lease_from_its_add_to_its_del(&lan, granted, || lan.serve_kea6(&json!({})));
+    a_lease_from_its_add_to_its_del(&lan, granted, || lan.serve_kea6());
 }
 
 #[test]
-fn kea_without_rapid_commit_is_asked_twice() {
+fn kea_offers_before_it_leases() {
     require!(probe::kea6().map(drop));
     let lan = Lan::kea6();
-    lan.serve_kea6(&json!({"rapid-commit": false}));
     let _daemon = lan.daemon();
     let container = lan.container(&["eth0"]);
     let attachment = stateful(&lan, &container);

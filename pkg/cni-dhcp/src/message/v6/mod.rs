@@ -30,7 +30,6 @@ mod code {
     pub(super) const PREFERENCE: u16 = 7;
     pub(super) const ELAPSED_TIME: u16 = 8;
     pub(super) const STATUS: u16 = 13;
-    pub(super) const RAPID_COMMIT: u16 = 14;
     pub(super) const NAMESERVERS: u16 = 23;
     pub(super) const SEARCH_DOMAINS: u16 = 24;
     pub(super) const NTP: u16 = 56;
@@ -127,9 +126,6 @@ impl Client {
             }
             push_option(&mut bytes, code::IA_NA, &association);
         }
-        if kind == kind::SOLICIT {
-            push_option(&mut bytes, code::RAPID_COMMIT, &[]);
-        }
         if !matches!(ask, Ask::Release(_) | Ask::Decline(_)) {
             let wanted = [code::NAMESERVERS, code::SEARCH_DOMAINS, code::NTP];
             push_option(&mut bytes, code::REQUESTED_OPTIONS, &wanted.map(u16::to_be_bytes).concat());
@@ -166,9 +162,7 @@ impl Client {
                 Some(Reply::Offer(information.with(address, server, (seconds, t1, t2))?, preference.unwrap_or(0)))
             }
             (kind::REPLY, Some(Binding::Address { address, seconds, t1, t2 })) => {
-                let terms = information.with(address, server, (seconds, t1, t2))?;
-                let is_rapid = find(&options, code::RAPID_COMMIT).is_some();
-                Some(if is_rapid { Reply::Committed(terms) } else { Reply::Ack(terms) })
+                Some(Reply::Ack(information.with(address, server, (seconds, t1, t2))?))
             }
             _ => None,
         }
