@@ -348,7 +348,8 @@ impl Nft {
     }
 
     /// Makes an index of a long chain, with the handle and the keys of each of its rules. The next
-    /// transaction writes its file.
+    /// transaction writes its file. A chain that only seems long because many rules jump to it gets
+    /// none.
     pub(crate) fn add_index(
         &mut self,
         table: Table<'_>,
@@ -356,8 +357,11 @@ impl Nft {
         search: Search<'_>,
         rules: impl Iterator<Item = (u64, Vec<Key>)>,
     ) -> Result<()> {
+        let entries: Vec<Entry> = rules.map(|(handle, keys)| Entry { handle, keys }).collect();
+        if entries.len() < RULES_MIN as usize {
+            return Ok(());
+        }
         if let Some(identity) = self.chain_identity(table, chain)? {
-            let entries = rules.map(|(handle, keys)| Entry { handle, keys }).collect();
             self.indexes.push(Index::new(table, chain, identity, search, entries));
         }
         Ok(())
