@@ -229,6 +229,8 @@ fn walk(folder: &Path, into: &mut BTreeSet<String>) {
             || name.starts_with("last_reserved_ip.")
             || (name.starts_with("iptables-") && name.ends_with(".lock"))
             || name == "xtables.lock"
+            // Indexes of long chains.
+            || name.starts_with("rules-")
             || (name == "index" && path.to_string_lossy().contains("/.cni/"));
         if !shared {
             let content = fs::read(&path).unwrap_or_default();

@@ -227,9 +227,10 @@ impl Index {
         }
     }
 
-    /// Brings the index to the state after a transaction, and writes the file. `reported` are the
-    /// rules that the kernel reports. Returns `false` if the transaction was planned by a file that
-    /// does not have all rules of the chain. The file is removed then.
+    /// Brings the index to the state after a transaction, and writes the file, or removes that of a
+    /// chain that is not long any more. `reported` are the rules that the kernel reports. Returns
+    /// `false` if the transaction was planned by a file that does not have all rules of the chain.
+    /// The file is removed then.
     pub(crate) fn finish(mut self, changes: &[Change], reported: &[Appended]) -> bool {
         let appends = self.appends(changes);
         let deleted = self.deleted(changes);
@@ -253,9 +254,13 @@ impl Index {
         }
         let (added, removed) = (u32::try_from(appends.len()).ok(), u32::try_from(deleted.len()).ok());
         let uses = added.and_then(|added| self.uses.checked_add(added)?.checked_sub(removed?));
-        if let Some(uses) = uses {
-            self.uses = uses;
-            self.save();
+        match uses {
+            Some(uses) if uses >= RULES_MIN => {
+                self.uses = uses;
+                self.save();
+            }
+            // No call would use the file.
+            _ => self.discard(),
         }
         true
     }

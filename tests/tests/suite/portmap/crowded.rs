@@ -192,6 +192,19 @@ fn rules_that_the_other_plugins_made_are_checked_and_deleted() {
 }
 
 #[test]
+fn the_index_of_a_chain_that_has_become_short_is_removed() {
+    each(&[Backend::Nftables], |world| {
+        let ports: Vec<Value> = (7000..7080).map(|port| map(port, 80, "tcp")).collect();
+        let first = world.mapped(json!(ports));
+        let second = world.mapped(json!([map(8080, 80, "tcp")]));
+        assert!(indexes(world) > 0);
+        first.leave();
+        assert_eq!(indexes(world), 0);
+        second.leave();
+    });
+}
+
+#[test]
 fn a_damaged_index_hides_no_holder_of_a_port() {
     each(&BACKENDS, |world| {
         fill(world, MANY);
