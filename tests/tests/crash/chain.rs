@@ -64,6 +64,7 @@ impl<'w> Chain<'w> {
         let mut config = match plugin {
             "bridge" => json!({
                 "bridge": "br0", "isDefaultGateway": true, "hairpinMode": true, "ipMasq": self.ip_masq,
+                "groupFwdMask": 0x4000, "mcastSnooping": false,
                 "ipMasqBackend": world.backend.key(), "macspoofchk": spoof_check, "ipam": ipam(&world.node, &["10.1.0.0/20", "fd00:1::/64"]),
             }),
             "tuning" => json!({
