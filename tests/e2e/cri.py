@@ -239,19 +239,28 @@ def scenario_kill_9_of_containerd_and_its_pods_removed_by_the_next(node):
     finish(runtime, *identifiers)
 
 
+def kill_among_adds(runtime, count, reservations):
+    """Starts pods at once, with ports from 8100 on, and kills containerd when there are that many reservations.
+
+    Returns how many starts were cut off.
+    """
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        starts = [pool.submit(runtime.run_pod, f"pod{each}", ("tcp", 80, 8100 + each, "")) for each in range(count)]
+        while len(glob.glob("/var/lib/cni/networks/pods/10.*")) < reservations and not all(each.done() for each in starts):
+            time.sleep(0.001)
+        runtime.kill()
+        failed = len([each for each in starts if each.exception()])
+    wait_for_plugins()
+    return failed
+
+
 def scenario_kill_9_of_containerd_in_the_middle_of_many_adds(node):
     """Such pods containerd 1.6 knows or forgets, as it comes; what is forgotten goes with the next GC.
 
     It knows no result of 1.1.0, so for GC the operator raises the list.
     """
     runtime = start(node)
-    with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        starts = [pool.submit(runtime.run_pod, f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(20)]
-        while len(glob.glob("/var/lib/cni/networks/pods/10.*")) < 8 and not all(each.done() for each in starts):
-            time.sleep(0.001)
-        runtime.kill()
-        failed = len([each for each in starts if each.exception()])
-    wait_for_plugins()
+    failed = kill_among_adds(runtime, 20, 8)
     runtime.start()
     known = runtime.pods()
     finish(runtime, *known)
@@ -268,13 +277,7 @@ def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_one_run_of_the_timer(n
     runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning())
     kept = [runtime.run_pod(f"kept{each}", ("tcp", 80, 8000 + each, "")) for each in range(3)]
     in_use = node.leftovers()
-    with concurrent.futures.ThreadPoolExecutor(50) as pool:
-        starts = [pool.submit(runtime.run_pod, f"pod{each}", ("tcp", 80, 8100 + each, "")) for each in range(50)]
-        while len(glob.glob("/var/lib/cni/networks/pods/10.*")) < 20 and not all(each.done() for each in starts):
-            time.sleep(0.001)
-        runtime.kill()
-        failed = len([each for each in starts if each.exception()])
-    wait_for_plugins()
+    failed = kill_among_adds(runtime, 50, 20)
 
     def left():
         # Namespaces and cached results are containerd's. It kills the plugins whose callers are
