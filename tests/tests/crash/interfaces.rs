@@ -28,7 +28,7 @@ const SHARE_OF_SLAAC: u64 = 4;
 fn floor(plugin: &str, verb: &str) -> usize {
     match (plugin, verb) {
         ("slaac", "DEL") => 5,
-        ("slaac" | "flannel", _) => 20,
+        ("slaac", _) | ("flannel", "DEL") => 20,
         _ => 50,
     }
 }
