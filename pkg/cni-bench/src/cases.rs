@@ -57,6 +57,15 @@ pub(crate) enum Plugins {
     Version(&'static str),
 }
 
+impl Plugins {
+    /// Whether this folder has the plugins. Only a plugin alone can be missing: the Go plugins have
+    /// no flannel, for example.
+    pub(crate) fn is_in(self, dir: &Path) -> bool {
+        let Plugins::Alone(plugin) = self else { return true };
+        plugin.name.split([',', ' ']).next().is_some_and(|program| dir.join(program).exists())
+    }
+}
+
 /// A chain of bridge with host-local and the plugins after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChainSpec {
@@ -229,7 +238,8 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         for plugin in [&alone::PORTMAP, &alone::FIREWALL_PLUGIN] {
             cases.push(full.case(format!("{}, {on}", plugin.name), Plugins::Alone(plugin), sides));
         }
-        cases.push(full.case(format!("{}, {on}", WHOLE.name()), Plugins::Chain(WHOLE), sides));
+        let with_kernel = [sides, &[Side::Kernel]].concat();
+        cases.push(full.case(format!("{}, {on}", WHOLE.name()), Plugins::Chain(WHOLE), &with_kernel));
     }
     cases
 }

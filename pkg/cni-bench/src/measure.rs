@@ -60,7 +60,8 @@ pub(crate) struct CrowdRow {
 pub(crate) struct Size {
     pub(crate) plugin: &'static str,
     pub(crate) ours: u64,
-    pub(crate) theirs: u64,
+    /// `None` if the compared folder lacks the plugin.
+    pub(crate) theirs: Option<u64>,
 }
 
 /// The results of a run.
@@ -127,8 +128,8 @@ impl Results {
     }
 }
 
-/// Returns the sizes of the plugins that both folders have. Fails if a folder lacks a plugin of
-/// [`cases::FIVE`].
+/// Returns the sizes of all plugins. Fails if our folder lacks a plugin, or if the compared folder
+/// lacks a plugin of [`cases::FIVE`].
 fn sizes(folders: &Folders) -> Result<Vec<Size>> {
     let mut sizes = Vec::new();
     for plugin in cases::FIVE.iter().chain(cases::OTHERS).copied() {
@@ -136,12 +137,11 @@ fn sizes(folders: &Folders) -> Result<Vec<Size>> {
             let path = dir.join(plugin);
             path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))
         };
-        match (size_in(&folders.ours), size_in(&folders.theirs)) {
-            (Ok(ours), Ok(theirs)) => sizes.push(Size { plugin, ours, theirs }),
-            (Err(error), _) | (_, Err(error)) if cases::FIVE.contains(&plugin) => return Err(error),
-            // An older release of the Go plugins lacks some of `cases::OTHERS`.
-            _ => {}
-        }
+        let theirs = match size_in(&folders.theirs) {
+            Err(error) if cases::FIVE.contains(&plugin) => return Err(error),
+            size => size.ok(),
+        };
+        sizes.push(Size { plugin, ours: size_in(&folders.ours)?, theirs });
     }
     Ok(sizes)
 }
@@ -206,7 +206,7 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
 /// case makes attachments at once, counts the system calls of the plugins in one more round.
 fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, results: &mut Results) -> Result<()> {
     let mut sides = Vec::new();
-    for side in &case.sides {
+    for side in case.sides.iter().filter(|side| **side != Side::Theirs || case.plugins.is_in(&folders.theirs)) {
         let ready =
             cases::prepare(world, folders, case, *side).doing(format_args!("failed to prepare {}", side.label()))?;
         sides.push(ready);

@@ -229,17 +229,19 @@ fn crowd_table(results: &Results) -> Table {
     }
 }
 
-/// Returns the table of the binaries' sizes, with their sum.
+/// Returns the table of the binaries' sizes, with the sum of the plugins that both folders have.
 fn size_table(results: &Results) -> Table {
-    let line = |name: &str, ours: u64, theirs: u64| {
+    let line = |name: &str, ours: u64, theirs: Option<u64>| {
         let kilo = |bytes: u64| format!("{:.0}", bytes as f64 / 1e3);
-        vec![name.to_owned(), kilo(ours), kilo(theirs), short(ours as f64 / theirs as f64)]
+        let ratio = theirs.map(|theirs| ours as f64 / theirs as f64);
+        vec![name.to_owned(), kilo(ours), theirs.map_or("-".to_owned(), kilo), number_or_dash(ratio)]
     };
     let mut rows: Vec<Vec<String>> =
         results.sizes.iter().map(|size| line(size.plugin, size.ours, size.theirs)).collect();
-    let sum_of_ours = results.sizes.iter().map(|size| size.ours).sum();
-    let sum_of_theirs = results.sizes.iter().map(|size| size.theirs).sum();
-    rows.push(line("together", sum_of_ours, sum_of_theirs));
+    let in_both = || results.sizes.iter().filter_map(|size| Some((size.ours, size.theirs?)));
+    let sum_of_theirs = in_both().map(|(_, theirs)| theirs).sum();
+    rows.push(line("those that both have", in_both().map(|(ours, _)| ours).sum(), Some(sum_of_theirs)));
+    rows.push(line("all", results.sizes.iter().map(|size| size.ours).sum(), None));
     Table { title: "Sizes (kB)".to_owned(), head: vec!["plugin", "ours", "theirs", "ours/theirs"], rows }
 }
 
