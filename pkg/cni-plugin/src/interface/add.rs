@@ -8,7 +8,7 @@ use cni::delegate::Delegate;
 use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
-use cni_linux::{Dad, Watch};
+use cni_linux::{Dad, Watch, announce};
 
 use super::advertisements::{AcceptRa, SLAAC};
 use super::layer3::{self, Layer3};
@@ -123,7 +123,7 @@ fn bring_up<'a, I: Interface>(
 ) -> Result<()> {
     let dad = plugin.layer3(&context.conf).dad;
     let host_state = plugin.configure_host(context, created, layer3, rollback)?;
-    layer3::prepare_namespace(context, dad, layer3)?;
+    layer3::prepare_namespace(context, dad, I::HOST_END, layer3)?;
     // Both watches are opened before the interface is set up, so that no event is missed.
     let host_watch = host_watch::<I>()?;
     let dad_watch = if dad == Dad::Normal { Some(Watch::open_in(&context.netns)?) } else { None };
@@ -143,6 +143,9 @@ fn bring_up<'a, I: Interface>(
     // Another container may have had one of the addresses a moment ago. The neighbours, and the
     // host, may still have the MAC of that container in their neighbour tables.
     if !created.mac.is_zero() {
+        if I::HOST_END != HostEnd::None {
+            let _ = context.netns.run(|| announce::allow(&context.call.ifname))?;
+        }
         context.container.announce(created.index, created.mac)?;
     }
     if let Some(link) = host_state.neighbours_on {

@@ -68,6 +68,30 @@ fn a_neighbour_s_first_packet_is_answered_over_ipv6() {
     first_packet_of_a_neighbour_is_answered("fd00:1::9");
 }
 
+/// Each announcement is flooded to all ports of the bridge, so a second one is work for every
+/// container of the node.
+#[test]
+fn each_address_is_announced_once() {
+    let node = Node::new();
+    let (neighbour, other, other_result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
+    let rules = "add table netdev count
+        add chain netdev count frames { type filter hook ingress device eth0 priority 0; }
+        add rule netdev count frames arp saddr ip 10.1.0.9 arp daddr ip 10.1.0.9 counter
+        add rule netdev count frames icmpv6 type nd-neighbor-advert @th,64,128 0xfd000001000000000000000000000009 counter";
+    neighbour.exec(&["nft", rules]);
+    let config = patched(
+        bridge(&node, &["10.1.0.0/24", "fd00:1::/64"]),
+        json!({"runtimeConfig": {"ips": ["10.1.0.9", "fd00:1::9"]}}),
+    );
+    let (_container, attachment, result) = attach(&node, &config, 1).remove(0);
+    // A frame that comes after all announcements of the ADD.
+    neighbour.ping("10.1.0.9");
+    let counters = neighbour.exec(&["nft", "list", "table", "netdev", "count"]);
+    assert_eq!(counters.matches("counter packets 1 ").count(), 2, "{counters}");
+    attachment.del_with(&result).success();
+    other.del_with(&other_result).success();
+}
+
 #[test]
 fn no_permanent_neighbour_entry_is_created() {
     let node = Node::new();

@@ -11,7 +11,7 @@ use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Dad, Family, Netlink, Route, Watch, announce, sysctl};
 
-use super::{AttachmentContext, Gateway, Layer3Policy, SubnetRoute};
+use super::{AttachmentContext, Gateway, HostEnd, Layer3Policy, SubnetRoute};
 
 /// How long duplicate address detection may take.
 const DAD_DEADLINE: Duration = Duration::from_secs(5);
@@ -227,13 +227,19 @@ impl Layer3 {
 }
 
 /// Writes the sysctls of the container's namespace that must be set before the interface is up and
-/// has an address: those of duplicate address detection and announcements. If the container gets an
-/// IPv6 address, also enables IPv6 and keeps the address when the interface is set down.
+/// has an address: those of duplicate address detection, and of announcements unless the link has a
+/// `host_end`. If the container gets an IPv6 address, also enables IPv6 and keeps the address when
+/// the interface is set down.
 ///
 /// # Errors
 /// `disable_ipv6` or `keep_addr_on_down` cannot be set. Errors of the other sysctls are ignored, as
 /// in Go.
-pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad, layer3: &Layer3) -> Result<()> {
+pub(super) fn prepare_namespace<C>(
+    context: &AttachmentContext<'_, C>,
+    dad: Dad,
+    host_end: HostEnd,
+    layer3: &Layer3,
+) -> Result<()> {
     let ifname = &context.call.ifname;
     context
         .netns
@@ -243,7 +249,11 @@ pub(super) fn prepare_namespace<C>(context: &AttachmentContext<'_, C>, dad: Dad,
             }
             let accept_dad = if dad == Dad::Normal { "1" } else { "0" };
             let _ = sysctl::write(&format!("net/ipv6/conf/{ifname}/accept_dad"), accept_dad);
-            let _ = announce::allow(ifname);
+            // The kernel then announces the addresses when the interface is set up. A veth pair may
+            // not pass frames yet, so its addresses are announced later.
+            if host_end == HostEnd::None {
+                let _ = announce::allow(ifname);
+            }
             if layer3.has_ipv6() {
                 for link in ["lo", ifname.as_str()] {
                     sysctl::ensure(&format!("net/ipv6/conf/{link}/disable_ipv6"), "0")?;
