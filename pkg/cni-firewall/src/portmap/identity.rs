@@ -4,11 +4,9 @@
 //! network and the interface are in a tag, a field beside the comment that `nft` does not print:
 //! the alias of the attachment, or two hashes if the alias does not fit beside a long ID.
 //!
-//! A rule without a tag was made in one of these ways:
-//! - By a Go plugin.
-//! - By the program `nft`, which cannot write tags, on behalf of these plugins. Then an *ownership
-//!   rule*, which has tags but no effect, names the handle of the rule and its attachment.
-//! - By `nft` when it restored a saved ruleset, which has no tags.
+//! A rule without a tag was written by a Go plugin, or by the program `nft`: for conditions that
+//! only `nft` compiles, or when it restored a saved ruleset. The attachment of such a rule is found
+//! by the address that the rule leads to.
 
 use std::net::IpAddr;
 
@@ -26,20 +24,10 @@ const TAG_HASHES: u8 = 0x81;
 /// An empty tag: a link on the host had the alias when the rule was made. If no link has the alias
 /// now, the container is dead.
 const TAG_HAD_LINK: u8 = 0x82;
-/// The tag of an ownership rule, which has no expressions: the handles, 8 bytes each, of rules of
-/// the attachment that the program `nft` wrote without tags.
-const TAG_HANDLES: u8 = 0x83;
-/// The second tag of an ownership rule: a hash of the text from which `nft` wrote those rules.
-const TAG_TEXT: u8 = 0x84;
-
 /// The bytes of the network's hash in [`TAG_HASHES`].
 const NETWORK_LEN: usize = 8;
 /// The bytes of the alias's hash in [`TAG_HASHES`].
 const ALIAS_LEN: usize = 16;
-/// The bytes of the hash in [`TAG_TEXT`].
-const TEXT_LEN: usize = 16;
-/// The bytes of a handle in [`TAG_HANDLES`].
-const HANDLE_LEN: usize = 8;
 /// The bytes of a tag before its value: type and length.
 const TAG_HEADER_LEN: usize = 2;
 /// The length of the smallest set of tags: [`TAG_HASHES`], and [`TAG_HAD_LINK`] without a value.
@@ -65,11 +53,6 @@ pub(crate) enum Ownership {
     Container,
     /// The rule names another attachment or another container.
     Other,
-}
-
-/// Returns the value of [`TAG_TEXT`].
-fn text_hash(text: &str) -> Vec<u8> {
-    sha512(&[text.as_bytes()])[..TEXT_LEN].to_vec()
 }
 
 /// Returns the value of [`TAG_HASHES`].
@@ -104,41 +87,7 @@ impl Identity {
         }
     }
 
-    /// Returns the ownership rules for the rules with these handles, which `nft` wrote for this
-    /// attachment from `text`. There are several if one cannot hold all handles.
-    pub(super) fn ownership_rules(&self, handles: &[u64], text: &str) -> Vec<Rule> {
-        let tag_bytes = TAG_HEADER_LEN + self.hashes.len() + TAG_HEADER_LEN + TEXT_LEN + TAG_HEADER_LEN;
-        let used_bytes = comment_len(&self.comment) + tag_bytes;
-        // `chunks` panics for 0. Only an ID that is too long for `nft` leaves so little room.
-        let handles_per_rule = (userdata::MAX.saturating_sub(used_bytes) / HANDLE_LEN).max(1);
-        let mut rules = Vec::new();
-        for chunk in handles.chunks(handles_per_rule) {
-            let handle_bytes: Vec<u8> = chunk.iter().flat_map(|handle| handle.to_be_bytes()).collect();
-            let rule = Rule::default().with_comment(self.comment.clone()).with_tag(TAG_HASHES, self.hashes.clone());
-            rules.push(rule.with_tag(TAG_TEXT, text_hash(text)).with_tag(TAG_HANDLES, handle_bytes));
-        }
-        rules
-    }
-
-    /// Whether `nft` has already written the rules of `text` for this attachment: all tagged rules
-    /// of the attachment are ownership rules for `text`, and name one existing rule for each of its
-    /// lines.
-    pub(super) fn has_rules_of_text(&self, rules: &[Listed], text: &str) -> bool {
-        let hash = text_hash(text);
-        let mut owned_handles = Vec::new();
-        for listed in rules.iter().filter(|listed| self.ownership_of(&listed.rule) == Ownership::This) {
-            // An ownership rule for another text, or a rule that portmap wrote itself.
-            if listed.rule.tag(TAG_TEXT) != Some(&hash) {
-                return false;
-            }
-            owned_handles.extend(named_handles(&listed.rule));
-        }
-        let is_listed = |handle: &u64| rules.iter().any(|listed| listed.handle == *handle);
-        owned_handles.len() == text.lines().count() && owned_handles.iter().all(is_listed)
-    }
-
-    /// Returns whether a rule belongs to this attachment, by the rule's own comment and tags only:
-    /// ownership rules that name the rule are not considered.
+    /// Returns whether a rule belongs to this attachment, by the rule's comment and tags.
     pub(crate) fn ownership_of(&self, rule: &Rule) -> Ownership {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Ownership::Other;
@@ -154,45 +103,28 @@ impl Identity {
     /// Returns the rules of a list that are this attachment's. `container_of` returns the container
     /// address of a rule, and `addresses` are the attachment's known addresses.
     ///
-    /// If a rule names only the container, an ownership rule that names its handle decides. Without
-    /// an ownership rule, the rule is this attachment's in these cases:
-    /// - `container_of` returns one of `addresses`, or `None`.
-    /// - `addresses` is empty. Then only the container is compared, as Go's plugin does.
+    /// A rule that names only the container is this attachment's if `container_of` returns one of
+    /// `addresses`, or `None`, or if `addresses` is empty. Then only the container is compared, as
+    /// Go's plugin does.
     pub(super) fn own_rules<'l>(
         &self,
         rules: &'l [Listed],
         addresses: &[IpAddr],
         container_of: impl Fn(&Rule) -> Option<IpAddr>,
     ) -> Vec<&'l Listed> {
-        let (mut own_handles, mut handles_of_others) = (Vec::new(), Vec::new());
-        for listed in rules {
-            match self.ownership_of(&listed.rule) {
-                Ownership::This => own_handles.extend(named_handles(&listed.rule)),
-                _ => handles_of_others.extend(named_handles(&listed.rule)),
-            }
-        }
         let is_own = |listed: &&Listed| match self.ownership_of(&listed.rule) {
             Ownership::This => true,
             Ownership::Other => false,
-            Ownership::Container => {
-                if own_handles.contains(&listed.handle) {
-                    return true;
-                }
-                if handles_of_others.contains(&listed.handle) {
-                    return false;
-                }
-                match container_of(&listed.rule) {
-                    Some(address) => addresses.is_empty() || addresses.contains(&address),
-                    None => true,
-                }
-            }
+            Ownership::Container => match container_of(&listed.rule) {
+                Some(address) => addresses.is_empty() || addresses.contains(&address),
+                None => true,
+            },
         };
         rules.iter().filter(is_own).collect()
     }
 
     /// Returns the rules that name only the container and are not among
-    /// [`own_rules`](Identity::own_rules): they lead to another address, or an ownership rule of
-    /// another attachment names them.
+    /// [`own_rules`](Identity::own_rules): they lead to another address.
     pub(super) fn rules_to_other_addresses<'l>(
         &self,
         rules: &'l [Listed],
@@ -234,12 +166,6 @@ fn comment(container_id: &str) -> String {
         beginning.push(character);
     }
     format!("{beginning}-{hash}")
-}
-
-/// Returns the handles that an ownership rule names; none for any other rule.
-pub(super) fn named_handles(rule: &Rule) -> Vec<u64> {
-    let bytes = rule.tag(TAG_HANDLES).unwrap_or_default();
-    bytes.as_chunks::<HANDLE_LEN>().0.iter().map(|chunk| u64::from_be_bytes(*chunk)).collect()
 }
 
 /// Returns the alias in the rule's tag, if it has one.
@@ -316,9 +242,5 @@ mod tests {
         assert_eq!(identity.own_rules(&list, &[a], |_| Some(a)).len(), 1);
         assert_eq!(identity.own_rules(&list, &[b], |_| Some(a)).len(), 0);
         assert_eq!(identity.own_rules(&list, &[], |_| Some(a)).len(), 1);
-        let other = Identity::new(&AttachmentId::new("net2", "c", "eth0"));
-        let list = [list[0].clone(), listed(2, other.ownership_rules(&[1], "t").remove(0))];
-        assert_eq!(identity.own_rules(&list, &[], |_| None).len(), 0, "another attachment speaks for it");
-        assert_eq!(other.own_rules(&list, &[b], |_| Some(a)).len(), 2);
     }
 }

@@ -333,9 +333,10 @@ fn conditions_beyond_the_subset_go_through_nft() {
     pod.serve_tcp(80, "pod");
     let conditions = json!({"conditionsV4": ["ip", "saddr", "{ 192.0.2.9, 192.0.2.10 }", "ct", "state", "new"]});
     let config = patched(world.config(one()), conditions);
-    for ran in [&["nft"][..], &[]] {
+    // A repeated ADD replaces the rules.
+    for _ in 0..2 {
         pod.add(&config).success();
-        assert_eq!(world.ran(), ran);
+        assert_eq!(world.ran(), ["nft"]);
         pod.check(&config).success();
         assert_eq!(world.rules().matches("tcp dport 8080 dnat to 10.1.0.2:80").count(), 1, "{}", world.rules());
     }
@@ -354,6 +355,11 @@ fn conditions_beyond_the_subset_go_through_nft() {
     pod.call_by(&bin_dir(), "DEL", &patched(config.clone(), json!({"runtimeConfig": null})), None).success();
     assert!(!world.rules().contains("8080") && world.rules().contains("8081"), "{}", world.rules());
     second.check(&other).success();
+    for (network, remains) in [("net1", true), ("net2", false)] {
+        let newest = patched(other.clone(), json!({"name": network, "cniVersion": "1.1.0"}));
+        Attachment::new(&world.node, &pod.container, newest).gc(&[]).success();
+        assert_eq!(world.rules().contains("8081"), remains, "GC of {network}: {}", world.rules());
+    }
     second.leave();
     let broken = patched(config, json!({"conditionsV4": ["ip saddr nonsense:"]}));
     pod.add(&broken).fails_naming(7, &["nonsense:"]);

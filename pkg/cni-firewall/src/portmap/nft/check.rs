@@ -14,9 +14,9 @@ struct OwnRules<'s> {
     mappings: Vec<OwnMapping<'s>>,
     /// The expressions of the rules in [`MASQUERADING`].
     masquerades: Vec<&'s [Expr]>,
-    /// Whether one of the rules counts as written by Go's plugin: it has no tag, so it names only
-    /// the container, and no ownership rule names it. The rules that the program `nft` writes for
-    /// these plugins have no tag either, but an ownership rule names each of them.
+    /// Whether the rules count as written by Go's plugin: all of them name only the container. The
+    /// mappings that the program `nft` writes for these plugins do so too, but the masquerading
+    /// rules beside them name the attachment.
     has_go_rules: bool,
 }
 
@@ -29,15 +29,10 @@ struct OwnMapping<'s> {
 impl<'s> OwnRules<'s> {
     /// Selects the attachment's rules in `state`.
     fn new(state: &'s State, identity: &Identity, addresses: &[IpAddr]) -> OwnRules<'s> {
-        let mut own = OwnRules::default();
+        let mut own = OwnRules { has_go_rules: true, ..OwnRules::default() };
         for (chain, rules) in &state.rules {
-            let owned_handles: Vec<u64> =
-                rules.iter().flat_map(|listed| identity::named_handles(&listed.rule)).collect();
             for listed in identity.own_rules(rules, addresses, shape::container) {
-                let is_untagged = identity.ownership_of(&listed.rule) == identity::Ownership::Container;
-                if is_untagged && !owned_handles.contains(&listed.handle) {
-                    own.has_go_rules = true;
-                }
+                own.has_go_rules &= identity.ownership_of(&listed.rule) == identity::Ownership::Container;
                 let exprs = listed.rule.exprs.as_slice();
                 if *chain == MASQUERADING {
                     own.masquerades.push(exprs);
@@ -46,6 +41,7 @@ impl<'s> OwnRules<'s> {
                 }
             }
         }
+        own.has_go_rules &= !(own.mappings.is_empty() && own.masquerades.is_empty());
         own
     }
 

@@ -69,17 +69,6 @@ impl From<Error> for Refusal {
     }
 }
 
-/// What the transaction of an ADD does. Only an ADD that needs the program `nft` has two stages.
-#[derive(Clone, Copy)]
-enum Stage<'w> {
-    /// Before the program `nft` runs: creates the shared chains, to which the program adds rules,
-    /// and removes the rules of dead containers.
-    Prepare,
-    /// Does the same, and writes the attachment's rules, except for these mappings, which the
-    /// program `nft` has written.
-    WriteRules(&'w [ProgramMappings]),
-}
-
 /// The existing chains and rules of one family, as far as an ADD needs them.
 struct State {
     family: Family,
@@ -108,8 +97,8 @@ impl NftPortMap {
     /// true if the attachment's rules may have been changed, even on an error: the caller then owes
     /// an [`undo`](NftPortMap::undo) if its ADD fails.
     ///
-    /// Mappings whose conditions [`conditions`] does not compile are written first: a transaction
-    /// creates the chains, then the program `nft` adds the mappings.
+    /// Mappings whose conditions [`conditions`] does not compile are written afterwards by the
+    /// program `nft`.
     ///
     /// # Errors
     /// See [`Refusal`].
@@ -119,33 +108,27 @@ impl NftPortMap {
         wanted: &Forwarding,
         changed: &mut bool,
     ) -> Result<EnsureOutcome, Refusal> {
-        let mut program_mappings = ProgramMappings::uncompiled(wanted)?;
-        if !program_mappings.is_empty() {
-            // The program needs the shared chains, and must not run if a living container has a
-            // wanted port.
-            if let EnsureOutcome::Held(holder) = self.transact(wanted, Stage::Prepare, &mut false)? {
-                return Ok(EnsureOutcome::Held(holder));
+        let program_mappings = ProgramMappings::uncompiled(wanted)?;
+        let outcome = self.transact(wanted, changed)?;
+        if matches!(outcome, EnsureOutcome::Done { .. }) {
+            for mappings in &program_mappings {
+                *changed = true;
+                mappings.run(machine)?;
             }
-            self.add_by_program(machine, wanted, &mut program_mappings)?;
         }
-        let outcome = self.transact(wanted, Stage::WriteRules(&program_mappings), changed);
-        if !matches!(outcome, Ok(EnsureOutcome::Done { .. })) {
-            // An error here replaces the outcome, because rules of the program then remain.
-            self.delete_added(&program_mappings)?;
-        }
-        Ok(outcome?)
+        Ok(outcome)
     }
 
-    /// Plans and commits the transaction of a stage, and repeats both if another process has
-    /// changed a rule in between.
-    fn transact(&mut self, wanted: &Forwarding, stage: Stage<'_>, changed: &mut bool) -> Result<EnsureOutcome> {
+    /// Plans and commits the transaction of an ADD, and repeats both if another process has changed
+    /// a rule in between.
+    fn transact(&mut self, wanted: &Forwarding, changed: &mut bool) -> Result<EnsureOutcome> {
         let mut probe = LivenessProbe::default();
         let host_link = match probe.find_host_link(&wanted.attachment)? {
             Some(_) => HostLink::Present,
             None => HostLink::Absent,
         };
         retry(|| {
-            let (batch, outcome) = self.plan(wanted, stage, host_link, &mut probe)?;
+            let (batch, outcome) = self.plan(wanted, host_link, &mut probe)?;
             let has_changes = !batch.is_empty();
             let result = self.nft.commit(batch);
             // After an error, the kernel may have written the rules: its answer can be lost.
@@ -154,12 +137,11 @@ impl NftPortMap {
         })
     }
 
-    /// Plans the transaction of a stage, and its outcome. The transaction is empty if a living
+    /// Plans the transaction of an ADD, and its outcome. The transaction is empty if a living
     /// container has a wanted port.
     fn plan(
         &mut self,
         wanted: &Forwarding,
-        stage: Stage<'_>,
         host_link: HostLink,
         probe: &mut LivenessProbe,
     ) -> Result<(Batch, EnsureOutcome)> {
@@ -169,7 +151,7 @@ impl NftPortMap {
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
         // looks for them.
         for (container, claims) in wanted.families_with_address() {
-            let request = FamilyRequest { wanted, identity: &identity, container, claims: &claims, stage, host_link };
+            let request = FamilyRequest { wanted, identity: &identity, container, claims: &claims, host_link };
             if let Some(holder) = self.plan_family(&request, probe, &mut plan)? {
                 return Ok((Batch::new(), EnsureOutcome::Held(holder)));
             }
@@ -180,24 +162,26 @@ impl NftPortMap {
 
     /// Removes all rules of the attachment in both families, in one transaction.
     ///
-    /// A rule of Go's plugin names only the container. Whether it is removed depends on
-    /// `addresses`, the attachment's known addresses:
-    /// - If `addresses` is empty, it is removed, as by Go's plugin.
+    /// A rule that names only the container is removed in these cases. The known addresses are
+    /// `addresses` and those in the attachment's masquerading rules:
+    /// - No address is known: it is removed, as by Go's plugin.
     /// - In a family with a known address, it is removed if it leads to a known address.
     /// - In a family without a known address, it is removed unless a rule of the other family, or
     ///   of a chain that was read earlier, shows that the container has another attachment.
     pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
         let identity = Identity::new(attachment);
-        let is_known = |family: Family| addresses.iter().any(|address| Family::of(*address) == family);
+        let has = |known: &[IpAddr], family| known.iter().any(|address| Family::of(*address) == family);
         // The families with a known address come first: a rule in them that leads to another
         // address shows that the container has another attachment.
         let mut families = FAMILIES;
-        families.sort_by_key(|family| !is_known(*family));
-        let mut has_other_attachment = false;
+        families.sort_by_key(|family| !has(addresses, *family));
+        let (mut known, mut has_other_attachment) = (addresses.to_vec(), false);
         self.purge_where(Some(&identity.comment), families, |family, rules| {
+            let named = rules.iter().filter(|listed| identity.ownership_of(&listed.rule) == identity::Ownership::This);
+            known.extend(named.filter_map(|listed| shape::container(&listed.rule)));
             // Without addresses, `own_rules` selects rules to any address. With addresses of the
-            // other family only, it selects none of Go's rules.
-            let known = if is_known(family) || has_other_attachment { addresses } else { &[] };
+            // other family only, it selects none of the rules that name only the container.
+            let known: &[IpAddr] = if has(&known, family) || has_other_attachment { &known } else { &[] };
             let others = identity.rules_to_other_addresses(rules, known, shape::container);
             has_other_attachment |= !others.is_empty();
             identity.own_rules(rules, known, shape::container)
@@ -218,8 +202,9 @@ impl NftPortMap {
         removal.outcome
     }
 
-    /// Removes every rule that names `network` but none of the `valid` attachments, and the rules
-    /// that a removed ownership rule names (module `program`).
+    /// Removes every rule that names `network` but none of the `valid` attachments. Also removes the
+    /// mappings that name only the container if such a masquerading rule has their container and
+    /// address.
     ///
     /// Other rules that name no network stay, such as those of Go's plugin. If such a rule is a
     /// mapping and its container has no valid attachment, the result has a remark on the rule.
@@ -230,39 +215,42 @@ impl NftPortMap {
         }
         // A set, because a repeated attempt finds the same rules again.
         let mut remarks = BTreeSet::new();
+        // The containers and addresses of the rules that name a network, and whether all of these
+        // are garbage.
+        let mut owners: BTreeMap<(String, IpAddr), bool> = BTreeMap::new();
         let mut removal = self.purge_where(None, FAMILIES, |_, rules| {
-            let mut garbage_handles: BTreeSet<u64> = BTreeSet::new();
-            // The handles in the ownership rules of all networks.
-            let mut owned_handles: BTreeSet<u64> = BTreeSet::new();
-            let valid_of_container = |rule: &Rule| valid_by_comment.get(rule.comment.as_ref()?);
-            for Listed { handle, rule, .. } in rules {
-                let named_handles = identity::named_handles(rule);
-                let is_valid = valid_of_container(rule).is_some_and(|valid| {
-                    valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This)
-                });
-                if identity::names_network(rule, network) && !is_valid {
-                    garbage_handles.insert(*handle);
-                    garbage_handles.extend(&named_handles);
+            let mut garbage = Vec::new();
+            for listed @ Listed { rule, .. } in rules {
+                let valid_of_container = rule.comment.as_ref().and_then(|comment| valid_by_comment.get(comment));
+                let key = rule.comment.clone().zip(shape::container(rule));
+                if identity::names_any_network(rule) {
+                    let is_valid = valid_of_container.is_some_and(|valid| {
+                        valid.iter().any(|identity| identity.ownership_of(rule) == identity::Ownership::This)
+                    });
+                    let is_garbage = identity::names_network(rule, network) && !is_valid;
+                    garbage.extend(is_garbage.then_some(listed));
+                    if let Some(key) = key {
+                        owners.entry(key).and_modify(|all| *all &= is_garbage).or_insert(is_garbage);
+                    }
+                    continue;
                 }
-                owned_handles.extend(named_handles);
-            }
-            for Listed { handle, rule, .. } in rules {
-                let has_network = identity::names_any_network(rule) || owned_handles.contains(handle);
-                if valid_of_container(rule).is_none() && !has_network {
-                    remarks.extend(unknown_network_remark(rule));
+                match key.and_then(|key| owners.get(&key)) {
+                    Some(is_garbage) => garbage.extend(is_garbage.then_some(listed)),
+                    None if valid_of_container.is_none() => remarks.extend(unknown_network_remark(rule)),
+                    None => {}
                 }
             }
-            rules.iter().filter(|listed| garbage_handles.contains(&listed.handle)).collect()
+            garbage
         });
         removal.remarks.extend(remarks);
         removal
     }
 
     /// Removes the rules that `select` returns, in one transaction. `select` is called for each
-    /// family, in the order of `families`, and each chain, with the rules that have this comment,
-    /// or with all rules if it is `None`; other rules can be among them. The result has the claims
-    /// of the selected rules even if the removal fails: if only the kernel's answer was lost, the
-    /// rules are gone.
+    /// family, in the order of `families`, and each chain, [`MASQUERADING`] first, with the rules
+    /// that have this comment, or with all rules if it is `None`; other rules can be among them. The
+    /// result has the claims of the selected rules even if the removal fails: if only the kernel's
+    /// answer was lost, the rules are gone.
     fn purge_where(
         &mut self,
         comment: Option<&str>,
@@ -276,7 +264,7 @@ impl NftPortMap {
             batch.only_at(self.nft.wait_for_generation()?);
             for family in families {
                 let table = shape::table(family);
-                for chain in CONTAINER_CHAINS {
+                for chain in CONTAINER_CHAINS.into_iter().rev() {
                     let rules = match comment {
                         Some(comment) => rules_commented(&mut self.nft, table, chain, comment)?,
                         None => self.nft.rules(table, chain)?,

@@ -6,7 +6,7 @@ use super::super::conflict::{ConflictAction, LivenessProbe};
 use super::super::identity::HostLink;
 use super::super::{ClaimedPort, Forwarding, Holder, Policy, conditions, older_mapping_remark};
 use super::shape::{self, CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
-use super::{ConflictSearch, Identity, NftPortMap, ProgramMappings, Stage, State, read_state};
+use super::{ConflictSearch, Identity, NftPortMap, State, read_state};
 use crate::nft::{Batch, Expr, Rule};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -19,7 +19,6 @@ pub(super) struct FamilyRequest<'a> {
     pub(super) container: Cidr,
     /// The claims of this address.
     pub(super) claims: &'a [ClaimedPort],
-    pub(super) stage: Stage<'a>,
     pub(super) host_link: HostLink,
 }
 
@@ -32,16 +31,15 @@ pub(super) struct Plan {
 
 impl NftPortMap {
     /// Adds the changes of one family to the plan: missing shared chains and rules, the removal of
-    /// dead containers' rules, and in [`Stage::WriteRules`] the attachment's own rules. Returns the
-    /// living container that has a wanted port, if there is one; then the plan must not be
-    /// committed.
+    /// dead containers' rules, and the attachment's own rules. Returns the living container that
+    /// has a wanted port, if there is one; then the plan must not be committed.
     pub(super) fn plan_family(
         &mut self,
         request: &FamilyRequest<'_>,
         probe: &mut LivenessProbe,
         plan: &mut Plan,
     ) -> Result<Option<Holder>> {
-        let FamilyRequest { wanted, identity, container, claims, stage, .. } = *request;
+        let FamilyRequest { wanted, identity, container, claims, .. } = *request;
         let family = Family::of(container.address());
         let table = shape::table(family);
         // `None` if only the program `nft` can write the mappings of this family.
@@ -59,15 +57,11 @@ impl NftPortMap {
                 plan.batch.delete_rule(table, chain, handle);
             }
             plan.remarks.extend(decision.remarks);
-        }
-        let Stage::WriteRules(program_mappings) = stage else { return Ok(None) };
-        if wanted.policy == Policy::RefuseIfAlive {
             let mut older_mappings = state.mappings_to_other_addresses(identity, &wanted.addresses());
             older_mappings.retain(|older| claims.iter().any(|claim| claim.overlaps(older)));
             plan.remarks.extend(older_mappings.iter().map(older_mapping_remark));
         }
-        let family_mappings = program_mappings.iter().find(|mappings| mappings.family == family);
-        plan.add_own_rules(request, &state, conditions.as_deref(), family_mappings);
+        plan.add_own_rules(request, &state, conditions.as_deref());
         Ok(None)
     }
 }
@@ -77,39 +71,21 @@ impl Plan {
     /// from the wanted ones, deletes the existing and appends the wanted ones.
     ///
     /// `conditions` are the compiled conditions; `None` if they cannot be compiled. Then the
-    /// program `nft` has already written the mappings, which `program_mappings` describes: in their
-    /// chain, the older rules are deleted and ownership rules appended, or nothing changes if an
-    /// earlier ADD had the program write the same mappings.
-    fn add_own_rules(
-        &mut self,
-        request: &FamilyRequest<'_>,
-        state: &State,
-        conditions: Option<&[Expr]>,
-        program_mappings: Option<&ProgramMappings>,
-    ) {
+    /// program `nft` writes the mappings afterwards, and the existing ones are deleted.
+    fn add_own_rules(&mut self, request: &FamilyRequest<'_>, state: &State, conditions: Option<&[Expr]>) {
         let FamilyRequest { wanted, identity, container, claims, host_link, .. } = *request;
         let table = shape::table(state.family);
         for chain in CONTAINER_CHAINS {
-            let mut existing = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
-            // The program writes to this chain only.
-            let written_by_program = if chain == HOSTPORTS { program_mappings } else { None };
-            if let Some(mappings) = written_by_program {
-                existing.retain(|listed| !mappings.has_added(listed));
-            }
+            let existing = identity.own_rules(state.rules_of(chain), &wanted.addresses(), shape::container);
             let new_rules = match (chain, conditions) {
                 (HOSTPORTS, Some(conditions)) => {
                     claims.iter().map(|claim| [conditions, &shape::mapping_rule(claim)].concat()).collect()
                 }
                 (MASQUERADING, _) => shape::masquerade_rules(container.address(), wanted.snat),
-                // The program has written the mappings, or the chain is `HOSTIP_HOSTPORTS`, to
-                // which only older releases of Go add rules.
+                // Only older releases of Go add rules to `HOSTIP_HOSTPORTS`.
                 _ => Vec::new(),
             };
-            let is_in_place = match written_by_program {
-                Some(mappings) => mappings.is_in_place,
-                None => existing.iter().map(|listed| &listed.rule.exprs).eq(&new_rules),
-            };
-            if is_in_place {
+            if existing.iter().map(|listed| &listed.rule.exprs).eq(&new_rules) {
                 continue;
             }
             for listed in existing {
@@ -117,11 +93,6 @@ impl Plan {
             }
             for exprs in new_rules {
                 self.batch.append_rule(table, chain, &identity.sign(Rule::new(exprs), host_link));
-            }
-            if let Some(mappings) = written_by_program {
-                for rule in mappings.ownership_rules(identity) {
-                    self.batch.append_rule(table, chain, &rule);
-                }
             }
         }
     }

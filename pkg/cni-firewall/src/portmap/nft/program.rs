@@ -1,11 +1,9 @@
 //! Writes mappings with the program `nft`, in each family whose conditions [`conditions`] does not
 //! compile: sets, connection states, and the rest of nft's language.
 //!
-//! `nft -f -` adds the new rules after the old ones of the attachment; a transaction then removes
-//! the old ones. `nft` cannot write tags, so until that transaction the new rules look like Go's.
-//! The transaction adds *ownership rules*, which have no effect: their tags have the handles of
-//! the new rules and a hash of the text that `nft` got. By this hash, the next ADD recognizes that
-//! the rules it would write are in place.
+//! `nft` cannot write tags, so these rules look like Go's: see module `identity` of portmap.
+//! The program runs after the transaction that has written everything else. If another ADD maps the
+//! same port in between, both succeed.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,10 +11,8 @@ use std::time::Duration;
 use cni::machine::{Child, Exit, Machine, OnSigterm};
 
 use super::shape::{self, HOSTPORTS};
-use super::{Forwarding, Identity, NftPortMap, Refusal, conditions};
-use crate::nft::{Batch, Listed, Rule};
-use crate::portmap::{ClaimedPort, identity};
-use cni_linux::error::Result;
+use super::{Forwarding, Identity, Refusal, conditions};
+use crate::portmap::ClaimedPort;
 use cni_linux::program;
 use cni_linux::route::Family;
 
@@ -48,18 +44,11 @@ fn text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: 
 
 /// The mappings of one family that the program writes.
 pub(super) struct ProgramMappings {
-    pub(super) family: Family,
-    claims: Vec<ClaimedPort>,
     /// The input of the program.
     text: String,
     /// The first token that [`conditions`] does not compile, for errors.
     token: String,
     program: PathBuf,
-    /// Whether the program need not run, because an earlier ADD had the same text and all its rules
-    /// exist.
-    pub(super) is_in_place: bool,
-    /// The handles of the rules that the program has added during this ADD.
-    added_handles: Vec<u64>,
 }
 
 impl ProgramMappings {
@@ -79,32 +68,14 @@ impl ProgramMappings {
                 return Err(Refusal::Condition { token, why: why.to_owned() });
             };
             let text = text(family, conditions, &claims, &Identity::new(&wanted.attachment).comment);
-            uncompiled.push(ProgramMappings {
-                family,
-                claims,
-                text,
-                token,
-                program,
-                is_in_place: false,
-                added_handles: Vec::new(),
-            });
+            uncompiled.push(ProgramMappings { text, token, program });
         }
         Ok(uncompiled)
     }
 
-    /// Whether the program has added this rule during this ADD.
-    pub(super) fn has_added(&self, listed: &Listed) -> bool {
-        self.added_handles.contains(&listed.handle)
-    }
-
-    /// Returns the ownership rules for the added rules; none if no rule was added.
-    pub(super) fn ownership_rules(&self, identity: &Identity) -> Vec<Rule> {
-        identity.ownership_rules(&self.added_handles, &self.text)
-    }
-
     /// Runs `nft` with the text. If `nft` refuses the text, the error has the first line of its
     /// stderr.
-    fn run(&self, machine: &dyn Machine) -> Result<(), Refusal> {
+    pub(super) fn run(&self, machine: &dyn Machine) -> Result<(), Refusal> {
         let refusal = |why: String| Refusal::Condition { token: self.token.clone(), why };
         let child = Child {
             program: self.program.clone(),
@@ -122,72 +93,6 @@ impl ProgramMappings {
         let stderr = String::from_utf8_lossy(&output.stderr);
         let first_line = stderr.lines().next().unwrap_or_default();
         Err(refusal(format!("{program} -f -: {}: {first_line}", output.status)))
-    }
-}
-
-impl NftPortMap {
-    /// Runs the program for each family in `program_mappings`. The attachment's old rules stay. On
-    /// failure, the added rules are deleted again, except those of a run after which the rules
-    /// could not be read.
-    pub(super) fn add_by_program(
-        &mut self,
-        machine: &dyn Machine,
-        wanted: &Forwarding,
-        program_mappings: &mut [ProgramMappings],
-    ) -> Result<(), Refusal> {
-        let identity = Identity::new(&wanted.attachment);
-        let result = program_mappings.iter_mut().try_for_each(|mappings| self.add_family(machine, &identity, mappings));
-        if result.is_err() {
-            self.delete_added(program_mappings)?;
-        }
-        result
-    }
-
-    /// Runs the program for one family, unless its rules are in place already, and records the
-    /// handles of the added rules: those of this container that exist only after the run.
-    fn add_family(
-        &mut self,
-        machine: &dyn Machine,
-        identity: &Identity,
-        mappings: &mut ProgramMappings,
-    ) -> Result<(), Refusal> {
-        let table = shape::table(mappings.family);
-        let old_rules = self.nft.rules_commented(table, HOSTPORTS, &identity.comment)?;
-        if identity.has_rules_of_text(&old_rules, &mappings.text) {
-            mappings.is_in_place = true;
-            return Ok(());
-        }
-        mappings.run(machine)?;
-        for listed in self.nft.rules_commented(table, HOSTPORTS, &identity.comment)? {
-            let is_new = !old_rules.iter().any(|old| old.handle == listed.handle);
-            let is_untagged = identity.ownership_of(&listed.rule) == identity::Ownership::Container;
-            // Another attachment of the container may have added rules meanwhile, to its own
-            // address.
-            let leads_here = match shape::container(&listed.rule) {
-                Some(address) => mappings.claims.iter().any(|claim| claim.container.ip() == address),
-                // Taken for a rule of this ADD, so that it is deleted if the ADD fails.
-                None => true,
-            };
-            if is_new && is_untagged && leads_here {
-                mappings.added_handles.push(listed.handle);
-            }
-        }
-        Ok(())
-    }
-
-    /// Deletes the rules that the program has added. A rule that no longer exists is not an error.
-    pub(super) fn delete_added(&mut self, program_mappings: &[ProgramMappings]) -> Result<()> {
-        for mappings in program_mappings {
-            for handle in &mappings.added_handles {
-                let mut batch = Batch::new();
-                batch.delete_rule(shape::table(mappings.family), HOSTPORTS, *handle);
-                match self.nft.commit(batch) {
-                    Err(error) if error.is_not_found() => {}
-                    result => result?,
-                }
-            }
-        }
-        Ok(())
     }
 }
 
