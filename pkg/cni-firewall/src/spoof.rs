@@ -31,7 +31,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::nft::expr::{ether_saddr, ether_saddr_of};
 use super::nft::userdata::{self, comment_len, tag_len};
-use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Table, Verdict};
+use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Search, Table, Verdict, raced};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni_linux::error::{Cause, Error, Result};
@@ -94,9 +94,9 @@ fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
 const TRIES_MAX: usize = 32;
 
 /// Whether a change may have failed because another process has created or deleted an object that
-/// the change names.
+/// the change names, or has appended rules that the index of PREROUTING lacks.
 fn is_conflict(error: &Error) -> bool {
-    error.is_not_found() || error.is_exists()
+    error.is_not_found() || error.is_exists() || raced(error)
 }
 
 /// A jump or a chain of an attachment in the kernel.
@@ -156,7 +156,7 @@ impl SpoofCheck {
             // exists only together with its target chain.
             let mut existing = Vec::new();
             if !spoof.find_chains(&ids)?.is_empty() {
-                let rules = spoof.nft.rules(TABLE, PREROUTING)?;
+                let rules = spoof.jumps(&id)?;
                 if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
                     let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
                     return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
@@ -189,7 +189,7 @@ impl SpoofCheck {
         if self.find_chains(&BTreeSet::from([id.clone()]))?.is_empty() {
             return Ok(None);
         }
-        find_owner_with_link(&id, &self.nft.rules(TABLE, PREROUTING)?, Some(host_veth))
+        find_owner_with_link(&id, &self.jumps(&id)?, Some(host_veth))
     }
 
     /// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
@@ -218,8 +218,9 @@ impl SpoofCheck {
         for object in existing {
             object.add_removal(&mut batch);
         }
-        if !self.has_shared_chain()? {
-            add_shared_chain(&mut batch);
+        match self.nft.find_chain(TABLE, PREROUTING)? {
+            Some(chain) if chain.base == Some(BASE) => self.nft.use_index(TABLE, &chain, identity::keys)?,
+            _ => add_shared_chain(&mut batch),
         }
         // `create` fails if the chain exists: of two processes that write the rules of one ID, the
         // second fails here, is retried, and finds the rules of the first.
@@ -294,7 +295,11 @@ impl SpoofCheck {
         find_other: impl Fn(&[Listed]) -> Option<SpoofOwner>,
     ) -> Result<Option<SpoofOwner>> {
         self.retry(|spoof| {
-            let rules = spoof.nft.rules(TABLE, PREROUTING)?;
+            let mut remaining = ids.iter();
+            let rules = match (remaining.next(), remaining.next()) {
+                (Some(id), None) => spoof.jumps(id)?,
+                _ => spoof.nft.rules(TABLE, PREROUTING)?,
+            };
             if let Some(owner) = find_other(&rules) {
                 return Ok(Some(owner));
             }
@@ -345,7 +350,7 @@ impl SpoofCheck {
                 "nft chain {TABLE} {PREROUTING} is missing, or is not of type filter, hook prerouting, priority -300"
             ));
         }
-        if !self.nft.rules(TABLE, PREROUTING)?.iter().any(|listed| listed.rule.exprs == jump) {
+        if !self.jumps(&id)?.iter().any(|listed| listed.rule.exprs == jump) {
             let chain = id.chain();
             differences.push(format!(
                 "nft chain {TABLE} {PREROUTING} has no rule that sends frames from {host_veth} to {chain}"
@@ -394,6 +399,13 @@ impl SpoofCheck {
     /// rules need.
     fn has_shared_chain(&mut self) -> Result<bool> {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
+    }
+
+    /// Returns the rules of PREROUTING that name the ID; other rules can be among them.
+    fn jumps(&mut self, id: &Id) -> Result<Vec<Listed>> {
+        let Some(chain) = self.nft.find_chain(TABLE, PREROUTING)? else { return Ok(Vec::new()) };
+        let search = Search { keys_of: identity::keys, appended: &[], wanted: &[id.key()], reads_all_if_missing: true };
+        self.nft.rules_with_keys(TABLE, &chain, search)
     }
 
     /// Returns the jumps and chains of the IDs in the order of their removal: a chain follows the

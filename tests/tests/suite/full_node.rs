@@ -131,6 +131,24 @@ fn fill(node: &Node, list: &List<'_>, backend: &str, count: usize) {
     assert_eq!(indexes.lines().count(), if backend == "nftables" { 2 } else { 3 }, "{indexes}");
 }
 
+/// Does [`fill`] for the rules of `macspoofchk`.
+fn fill_spoof_checks(node: &Node, list: &List<'_>, count: usize) {
+    let first = list.add(&bin_dir());
+    let mut nft = String::new();
+    for i in 0..count {
+        let (chain, id) = (format!("cni-br-iface-c{i}-eth0"), format!("macspoofchk-c{i}-eth0"));
+        let _ = writeln!(
+            nft,
+            "add chain bridge nat {chain}\n\
+             add rule bridge nat PREROUTING iifname \"veth{i:08x}\" jump {chain} comment \"{id}\""
+        );
+    }
+    node.exec(&["nft", "-f", node.file("spoof-rules", nft).to_str().unwrap()]);
+    list.del(&bin_dir(), &first);
+    let second = list.add(&bin_dir());
+    list.del(&bin_dir(), &second);
+}
+
 /// Removes all rules: the node must have none of containers at its end.
 fn clear(node: &Node) {
     node.exec(&["nft", "flush", "ruleset"]);
@@ -146,10 +164,12 @@ fn calls_read_as_much_on_a_full_node_as_on_an_empty_one() {
     require!(trace::supported());
     for backend in BACKENDS {
         let node = Node::new();
-        let list = List::new(&node, backend);
+        let mut list = List::new(&node, backend);
+        list.plugins[0]["macspoofchk"] = true.into();
         list.received();
         let empty = list.received();
         fill(&node, &list, backend, 1000);
+        fill_spoof_checks(&node, &list, 1000);
         for ((what, empty), (_, full)) in empty.into_iter().zip(list.received()) {
             // A list of 1,000 rules is 10 datagrams or more.
             assert!(full <= empty + 6, "{backend}, {what}: {full} datagrams, {empty} on the empty node");

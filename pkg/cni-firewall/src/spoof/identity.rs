@@ -10,7 +10,7 @@ use cni::hash::{sha512, sha512_hex};
 
 use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_HASH_LEN, PLAIN_ID_MAX, TAG_ALIAS, TAG_NETWORK};
 use crate::nft::expr::{iifname, iifname_of};
-use crate::nft::{Expr, Listed, Rule, Verdict};
+use crate::nft::{Expr, Key, Listed, Rule, Verdict};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
 
@@ -75,6 +75,11 @@ impl Id {
         })
     }
 
+    /// Returns the key of the ID's jumps in the index of PREROUTING.
+    pub(super) fn key(&self) -> Key {
+        Key::comment(&self.comment())
+    }
+
     /// Returns the expressions of the jump for frames from `host_veth`. Fails if the name is too
     /// long for an interface.
     pub(super) fn jump(&self, host_veth: &str) -> Result<Vec<Expr>> {
@@ -105,6 +110,12 @@ pub(super) fn ids_of(rule: &Rule) -> impl Iterator<Item = Id> {
         _ => None,
     };
     id_in_comment(rule).into_iter().chain(target.map(|id| Id(id.to_owned())))
+}
+
+/// Returns the keys by which a rule of PREROUTING is searched.
+pub(super) fn keys(listed: &Listed) -> Vec<Key> {
+    let comment = Key::comment(listed.rule.comment.as_deref().unwrap_or_default());
+    std::iter::once(comment).chain(ids_of(&listed.rule).map(|id| id.key())).collect()
 }
 
 /// Returns the network's hash as in a [`TAG_NETWORK`].

@@ -248,9 +248,9 @@ impl NftPortMap {
 
     /// Removes the rules that `select` returns, in one transaction. `select` is called for each
     /// family, in the order of `families`, and each chain, [`MASQUERADING`] first, with the rules
-    /// that have this comment, or with all rules if it is `None`; other rules can be among them. The
-    /// result has the claims of the selected rules even if the removal fails: if only the kernel's
-    /// answer was lost, the rules are gone.
+    /// that have this comment, or with all rules if it is `None`; other rules can be among them.
+    /// The result has the claims of the selected rules even if the removal fails: if only the
+    /// kernel's answer was lost, the rules are gone.
     fn purge_where(
         &mut self,
         comment: Option<&str>,
