@@ -202,9 +202,9 @@ impl NftPortMap {
         removal.outcome
     }
 
-    /// Removes every rule that names `network` but none of the `valid` attachments. Also removes the
-    /// mappings that name only the container if such a masquerading rule has their container and
-    /// address.
+    /// Removes every rule that names `network` but none of the `valid` attachments. Also removes
+    /// the mappings that name only the container if such a masquerading rule has their container
+    /// and address.
     ///
     /// Other rules that name no network stay, such as those of Go's plugin. If such a rule is a
     /// mapping and its container has no valid attachment, the result has a remark on the rule.
