@@ -85,12 +85,7 @@ impl Plugin for Portmap {
         let network = call.conf.name();
         let valid: Vec<AttachmentId> =
             valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname)).collect();
-        del::remove_from_both(
-            call,
-            Vec::new(),
-            |nft| nft.collect_garbage(network, &valid),
-            |iptables| iptables.collect_garbage(network, &valid),
-        )
+        del::remove_from_both(call, Vec::new(), |nft| nft.gc(network, &valid), |iptables| iptables.gc(network, &valid))
     }
 
     /// Fails with code 50 if the configured backend does not work on this host or, if none is

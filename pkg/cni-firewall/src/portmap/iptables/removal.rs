@@ -69,7 +69,7 @@ impl IptablesPortMap<'_> {
     /// these plugins name their attachment in a marker. Rules of Go's plugin have only the network
     /// and the container ID, in the comments of the jumps to their chain: they are removed if such
     /// comments exist, and all name `network` and a container without a valid attachment.
-    pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
+    pub fn gc(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let valid_aliases: BTreeSet<String> = valid.iter().map(AttachmentId::alias).collect();
         let valid_containers: BTreeSet<&str> =
             valid.iter().map(|attachment| attachment.container_id.as_str()).collect();

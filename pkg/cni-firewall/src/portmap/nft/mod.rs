@@ -208,7 +208,7 @@ impl NftPortMap {
     ///
     /// Other rules that name no network stay, such as those of Go's plugin. If such a rule is a
     /// mapping and its container has no valid attachment, the result has a remark on the rule.
-    pub fn collect_garbage(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
+    pub fn gc(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
         let mut valid_by_comment: BTreeMap<String, Vec<Identity>> = BTreeMap::new();
         for identity in valid.iter().map(Identity::new) {
             valid_by_comment.entry(identity.comment.clone()).or_default().push(identity);

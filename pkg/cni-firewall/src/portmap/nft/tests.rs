@@ -176,9 +176,9 @@ fn a_long_container_id_works() {
             assert!(changes(&wanted));
             let mut backend = NftPortMap::open().unwrap();
             assert_eq!(backend.check(&wanted).unwrap(), Vec::<String>::new(), "{len}");
-            assert_eq!(claims(backend.collect_garbage("net", std::slice::from_ref(&wanted.attachment))), []);
-            assert_eq!(claims(backend.collect_garbage("ne", &[])), []);
-            assert_eq!(claims(backend.collect_garbage("net", &[])).len(), 2);
+            assert_eq!(claims(backend.gc("net", std::slice::from_ref(&wanted.attachment))), []);
+            assert_eq!(claims(backend.gc("ne", &[])), []);
+            assert_eq!(claims(backend.gc("net", &[])).len(), 2);
             assert!(!ruleset().contains("xxx"), "{}", ruleset());
         }
     });
