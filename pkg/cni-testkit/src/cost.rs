@@ -24,8 +24,11 @@ pub fn assert_cost_below(times: u32, small: impl Fn(), large: impl Fn()) {
     panic!("{least_large:?}, not less than {times} times {least_small:?}");
 }
 
-/// Returns the CPU time that `work` takes.
-fn cost(work: impl Fn()) -> Duration {
+/// Returns the CPU time that the calling thread spends on `work`, in the kernel too.
+///
+/// # Panics
+/// If the thread has no clock.
+pub fn cost(work: impl FnOnce()) -> Duration {
     let now = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("a thread has a clock"));
     let start = now();
     work();

@@ -12,7 +12,8 @@
 //! - [`probe`]: finds out what this kernel supports. With [`require!`] and [`skip!`] a test is
 //!   skipped visibly, or fails with `CNI_TEST_REQUIRE=all`.
 //! - [`patience`]: longer deadlines on slow machines.
-//! - [`assert_cost_below`]: compares the CPU time of two functions.
+//! - [`cost`], [`assert_cost_below`]: the CPU time of a function, which the load of the machine
+//!   hardly changes.
 //! - [`report_errors`]: compares a document of cnitool with its documented JSON Schema.
 //! - [`deviation`]: the known differences of the plugins under test.
 //!
@@ -44,7 +45,7 @@ mod skip;
 pub mod trace;
 
 pub use attachment::Attachment;
-pub use cost::assert_cost_below;
+pub use cost::{assert_cost_below, cost};
 pub use invocation::{Invocation, Started};
 pub use namespace::{in_new_netns, output};
 pub use node::{Container, Node, Ran};

@@ -292,6 +292,20 @@ impl Chains<'_> {
         self.list_nft_chains_for_address(prefix, address)
     }
 
+    /// Calls `read`, within which reading rules of iptables-nft fails soon if other processes keep
+    /// changing them.
+    pub fn with_few_retries<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let limit = |chains: &mut Self, is_limited| {
+            if let Some(nft) = &mut chains.nft {
+                nft.limit_retries(is_limited);
+            }
+        };
+        limit(self, true);
+        let result = read(self);
+        limit(self, false);
+        result
+    }
+
     /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, where
     /// all chains have been read. `address` is the text in rules.
     fn list_legacy_chains_for_address(&self, prefix: &str, address: &str) -> Vec<String> {

@@ -115,10 +115,15 @@ impl Nft {
     /// Calls `read`, within which reading a list fails soon if other processes keep changing it.
     /// For information that is not worth waiting for.
     pub fn with_few_retries<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
-        self.reads_max = FEW_READS_MAX;
+        self.limit_retries(true);
         let result = read(self);
-        self.reads_max = READS_MAX;
+        self.limit_retries(false);
         result
+    }
+
+    /// Sets whether reading a list fails soon if other processes keep changing it.
+    pub(crate) fn limit_retries(&mut self, is_limited: bool) {
+        self.reads_max = if is_limited { FEW_READS_MAX } else { READS_MAX };
     }
 
     /// Returns the error for a list that was changed during each of its readings.

@@ -55,7 +55,7 @@ pub(super) fn plan_displacement(
 }
 
 /// Does [`plan_displacement`] for the other containers' chains that lead to this container's
-/// address, except `searched_chains`.
+/// address, except `searched_chains`. Fails if other processes keep changing rules.
 fn plan_displacement_by_address(
     nat: &mut Chains<'_>,
     wanted: &Forwarding,
@@ -69,7 +69,7 @@ fn plan_displacement_by_address(
         if chain == own_chain || searched_chains.contains(&chain) {
             continue;
         }
-        plan_displacement_in_chain(nat, wanted, (container, claims), &chain, probe, plan)?;
+        nat.with_few_retries(|nat| plan_displacement_in_chain(nat, wanted, (container, claims), &chain, probe, plan))?;
         if plan.living_holder.is_some() {
             break;
         }
