@@ -138,35 +138,45 @@ impl Shared {
             _ => None,
         }
     }
+}
 
+/// The options of all verbs, and the input of the call that they complete.
+#[derive(Clone)]
+pub(crate) struct Context<'a> {
+    pub(crate) shared: Shared,
+    pub(crate) call: &'a Call<'a>,
+    pub(crate) notes: Notes,
+}
+
+impl<'a> Context<'a> {
     /// Returns how results and errors are printed.
     pub(crate) fn format(&self) -> Format {
-        if self.json { Format::Json } else { Format::Text }
+        if self.shared.json { Format::Json } else { Format::Text }
     }
 
     /// Returns the networks' folder: from the option, or NETCONFPATH, or the default.
-    pub(crate) fn conf_folder(&self, variables: &Variables<'_>) -> ConfFolder {
-        let dir = self.conf_dir.clone().or_else(|| variables.find_os("NETCONFPATH").map(PathBuf::from));
+    pub(crate) fn conf_folder(&self) -> ConfFolder {
+        let dir = self.shared.conf_dir.clone().or_else(|| self.call.find_os("NETCONFPATH").map(PathBuf::from));
         ConfFolder::new(dir.unwrap_or_else(|| DEFAULT_CONF_DIR.into()))
     }
 
     /// Returns the runtime that runs the plugins, with these options and the call's environment.
-    pub(crate) fn runtime<'m>(&self, call: &Call<'m>, notes: &Notes) -> Runtime<'m> {
-        let path = Variables(&call.environment).find_os("CNI_PATH").unwrap_or_else(|| DEFAULT_PLUGIN_DIR.into());
+    pub(crate) fn runtime(&self) -> Runtime<'a> {
+        let path = self.call.find_os("CNI_PATH").unwrap_or_else(|| DEFAULT_PLUGIN_DIR.into());
         Runtime {
-            machine: call.machine,
+            machine: self.call.machine,
             plugin_folders: std::env::split_paths(&path).filter(|folder| !folder.as_os_str().is_empty()).collect(),
-            environment: call.environment.clone(),
+            environment: self.call.environment.clone(),
             cache: self.cache(),
-            timeout: self.timeout.map_or(DEFAULT_TIMEOUT, Duration::from_secs),
-            notes: notes.clone(),
+            timeout: self.shared.timeout.map_or(DEFAULT_TIMEOUT, Duration::from_secs),
+            notes: self.notes.clone(),
         }
     }
 
     /// Returns the folder of the result cache that the plugins' verbs use: the first of the option,
     /// or the default.
     pub(crate) fn cache_dir(&self) -> &Path {
-        self.cache_dir.first().map_or(DEFAULT_DIR.as_ref(), PathBuf::as_path)
+        self.shared.cache_dir.first().map_or(DEFAULT_DIR.as_ref(), PathBuf::as_path)
     }
 
     /// Returns the result cache that the plugins' verbs use.
@@ -176,17 +186,16 @@ impl Shared {
 
     /// Returns all result caches: those of the option, or the default.
     pub(crate) fn caches(&self) -> Vec<Cache> {
-        if self.cache_dir.is_empty() { vec![self.cache()] } else { self.cache_dir.iter().map(Cache::new).collect() }
+        let dirs = &self.shared.cache_dir;
+        if dirs.is_empty() { vec![self.cache()] } else { dirs.iter().map(Cache::new).collect() }
     }
 
-    /// Returns the options with Multus' result cache beside the default one, unless `--cache-dir`
-    /// is given. On a node without Multus that cache is empty.
-    pub(crate) fn with_multus(&self) -> Shared {
-        let mut shared = self.clone();
-        if shared.cache_dir.is_empty() {
-            shared.cache_dir = vec![DEFAULT_DIR.into(), MULTUS_DIR.into()];
+    /// Adds Multus' result cache to the default one, unless `--cache-dir` is given. On a node
+    /// without Multus that cache is empty.
+    pub(crate) fn add_multus(&mut self) {
+        if self.shared.cache_dir.is_empty() {
+            self.shared.cache_dir = vec![DEFAULT_DIR.into(), MULTUS_DIR.into()];
         }
-        shared
     }
 
     /// Refuses several caches for a verb that uses only one.
@@ -194,7 +203,7 @@ impl Shared {
     /// # Errors
     /// [`Failure::Usage`].
     pub(crate) fn require_one_cache(&self, verb: &str) -> Result<(), Failure> {
-        match self.cache_dir.len() {
+        match self.shared.cache_dir.len() {
             0 | 1 => Ok(()),
             _ => Err(Failure::Usage { verb: verb.to_owned(), msg: format!("{verb} takes one --cache-dir") }),
         }
@@ -244,29 +253,24 @@ pub(crate) fn own_uid() -> u32 {
     std::fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
 }
 
-/// The environment variables. The last of several duplicates is used. An empty variable counts as
-/// absent.
-#[derive(Clone, Copy)]
-pub(crate) struct Variables<'a>(pub(crate) &'a [(OsString, OsString)]);
-
-impl Variables<'_> {
-    /// Returns the value of a variable, or `None` if the variable is absent or empty.
+impl Call<'_> {
+    /// Returns the value of an environment variable, or `None` if the variable is absent or empty.
+    /// The last of several duplicates is used.
     pub(crate) fn find_os(&self, name: &str) -> Option<OsString> {
-        let found = self.0.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.clone());
+        let found = self.environment.iter().rev().find(|(key, _)| key == name).map(|(_, value)| value.clone());
         found.filter(|value| !value.is_empty())
     }
 
-    /// Returns the value of a variable as text, or `None` if the variable is absent or empty.
+    /// Returns the value of an environment variable as text, or `None` if the variable is absent or
+    /// empty.
     ///
     /// # Errors
     /// Code 4 if the value is not valid UTF-8.
     pub(crate) fn find(&self, name: &str) -> Result<Option<String>, Error> {
-        let text = |value: OsString| {
-            value.into_string().map_err(|_| {
-                let msg = format!("environment variable {name} is not valid UTF-8");
-                Error::new(Code::INVALID_ENVIRONMENT, msg)
-            })
+        let invalid = |_| {
+            let msg = format!("environment variable {name} is not valid UTF-8");
+            Error::new(Code::INVALID_ENVIRONMENT, msg)
         };
-        self.find_os(name).map(text).transpose()
+        self.find_os(name).map(|value| value.into_string().map_err(invalid)).transpose()
     }
 }

@@ -4,9 +4,8 @@
 //! of the arguments here, in each verb's module and in `call` are texts for operators.
 
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
-use cni::skel;
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
+use crate::call::{Call, Context, Exit, Failure, Shared, Streams, failed};
 use crate::{doctor, explain, generate, help, inspect, ipam, metrics, network, rules, schema, validate};
 
 /// Run, see and repair CNI networks by hand
@@ -22,21 +21,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Attach a network namespace to a network; prints the result
-    #[command(before_help = help::ADD, after_help = help::AFTER_ADD)]
-    Add(network::Attach),
-    /// Check that an attachment is as add left it
-    #[command(before_help = help::CHECK, after_help = help::AFTER_CHECK)]
-    Check(network::Attach),
-    /// Detach a network namespace; succeeds if it is not attached any more
-    #[command(before_help = help::DEL, after_help = help::AFTER_DEL)]
-    Del(network::Detach),
-    /// Remove everything of attachments that are not valid any more
-    #[command(before_help = help::GC, after_help = help::AFTER_GC)]
-    Gc(network::Collect),
-    /// Check that the plugins can handle an add
-    #[command(before_help = help::STATUS, after_help = help::AFTER_STATUS)]
-    Status(network::Named),
+    #[command(flatten)]
+    Network(network::Verb),
     /// List a network's plugins and the versions that they support
     #[command(before_help = help::VERSION, after_help = help::AFTER_VERSION)]
     Version(network::Named),
@@ -81,7 +67,10 @@ fn command() -> clap::Command {
     fn with_template(command: clap::Command) -> clap::Command {
         command.help_template(HELP_TEMPLATE).mut_subcommands(with_template)
     }
-    with_template(Cli::command())
+    with_template(Cli::command()).mut_subcommands(|verb| match verb.get_name() {
+        "explain" => verb.mut_subcommands(explain::describe),
+        _ => verb,
+    })
 }
 
 /// Parses the arguments and runs the verb, which prints its result. The caller prints a failure.
@@ -93,28 +82,22 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     if let Some(mode) = shared.color_mode() {
         (streams.stdout_style, streams.stderr_style) = (mode, mode);
     }
-    let format = shared.format();
-    // The verbs of a network name the network in their failures.
-    let fail = |verb, format| move |error| failed(verb, error, format);
-    match verb {
-        Verb::Add(args) => network::run(args.into_command(skel::Verb::Add, shared)?, call, streams),
-        Verb::Check(args) => network::run(args.into_command(skel::Verb::Check, shared)?, call, streams),
-        Verb::Del(args) => network::run(args.into_command(shared)?, call, streams),
-        Verb::Gc(args) => network::run(args.into_command(shared), call, streams),
-        Verb::Status(args) => network::run(args.into_command(skel::Verb::Status, shared), call, streams),
-        Verb::Version(args) => network::run(args.into_command(skel::Verb::Version, shared), call, streams),
-        Verb::Validate(args) => validate::run(&args, &shared, call, streams).map_err(fail("validate", format)),
-        Verb::Schema(args) => schema::run(&args, streams).map_err(fail("schema", format)),
-        Verb::Doctor => doctor::run(&shared, call, streams).map_err(fail("doctor", format)),
-        Verb::Metrics(args) => metrics::run(&args, &shared, call, streams).map_err(fail("metrics", format)),
-        Verb::Inspect(args) => inspect::run(&args, &shared, call, streams).map_err(fail("inspect", format)),
-        Verb::Explain(args) => explain::run(args, shared, call, streams),
-        Verb::Ipam(args) => ipam::run(&args, &shared, call, streams),
-        Verb::Rules(args) => rules::run(&args, &shared, call, streams).map_err(fail("rules restore", format)),
-        Verb::Completions(args) => {
-            generate::completions(&args, command(), streams).map_err(fail("completions", Format::Text))
-        }
-        Verb::Complete(args) => generate::complete(&args, &shared, call, streams).map_err(fail("complete", format)),
-        Verb::Man(args) => generate::man(&args, command()).map_err(fail("man", Format::Text)),
-    }
+    let context = Context { shared, call, notes: streams.notes.clone() };
+    let (subject, outcome) = match verb {
+        // These verbs have names of their own in their failures.
+        Verb::Network(verb) => return network::run(verb, context, streams),
+        Verb::Version(args) => return network::run_version(args, context, streams),
+        Verb::Explain(args) => return explain::run(args, context, streams),
+        Verb::Ipam(args) => return ipam::run(&args, &context, streams),
+        Verb::Validate(args) => ("validate", validate::run(&args, &context, streams)),
+        Verb::Schema(args) => ("schema", schema::run(&args, streams)),
+        Verb::Doctor => ("doctor", doctor::run(&context, streams)),
+        Verb::Metrics(args) => ("metrics", metrics::run(&args, &context, streams)),
+        Verb::Inspect(args) => ("inspect", inspect::run(&args, &context, streams)),
+        Verb::Rules(args) => ("rules restore", rules::run(&args, &context, streams)),
+        Verb::Completions(args) => ("completions", generate::completions(&args, command(), streams)),
+        Verb::Complete(args) => ("complete", generate::complete(&args, &context, streams)),
+        Verb::Man(args) => ("man", generate::man(&args, command())),
+    };
+    outcome.map_err(|error| failed(subject, error, context.format()))
 }

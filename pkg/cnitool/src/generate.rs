@@ -9,10 +9,9 @@ use cni::rollback::Notes;
 use cni::{Code, Error};
 use cni_multicall::PLUGINS;
 
-use crate::call::{Call, Exit, Shared, Streams, Variables};
+use crate::call::{Context, Exit, Streams};
 use crate::node::attachments::read_caches;
 use crate::node::ipam::IpamContext;
-use crate::node::networks;
 use crate::report::write_raw;
 
 /// The arguments of `completions`.
@@ -70,12 +69,7 @@ complete -F _cnitool_names -o bashdefault -o default cnitool
 ///
 /// # Errors
 /// Code 5 if a folder cannot be read or stdout cannot be written.
-pub(crate) fn complete(
-    args: &Complete,
-    shared: &Shared,
-    call: &Call<'_>,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Error> {
+pub(crate) fn complete(args: &Complete, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let after_container_id = args.words.last().is_some_and(|word| word == "--container-id");
     let mut words: Vec<&str> = Vec::new();
     let mut is_value = false;
@@ -92,11 +86,12 @@ pub(crate) fn complete(
     }
     let network = words.get(1).copied();
     let names: Vec<String> = match words[..] {
-        _ if after_container_id => containers(shared, network)?,
-        ["inspect", network] => containers(shared, Some(network))?,
+        _ if after_container_id => containers(context, network)?,
+        ["inspect", network] => containers(context, Some(network))?,
         ["ipam", "release", network] => {
-            let context = IpamContext { shared, call, data_dir: None, notes: Notes::silent() };
-            entries(&context.pool_of(network)?.folder())
+            let silent = Context { notes: Notes::silent(), ..context.clone() };
+            let ipam = IpamContext { context: &silent, data_dir: None };
+            entries(&ipam.pool_of(network)?.folder())
         }
         ["add" | "check" | "del", _] => {
             entries("/run/netns".as_ref()).iter().map(|n| format!("/run/netns/{n}")).collect()
@@ -105,8 +100,7 @@ pub(crate) fn complete(
         ["ipam", "show" | "gc" | "release" | "dhcp"]
         | ["rules", "restore"]
         | ["add" | "check" | "del" | "gc" | "status" | "version" | "validate" | "networks" | "inspect"] => {
-            let lists = networks(&shared.conf_folder(&Variables(&call.environment)))?;
-            lists.iter().map(|list| list.name().to_owned()).collect()
+            context.networks()?.iter().map(|list| list.name().to_owned()).collect()
         }
         _ => Vec::new(),
     };
@@ -119,8 +113,8 @@ pub(crate) fn complete(
 ///
 /// # Errors
 /// Code 5 if a cache cannot be read.
-fn containers(shared: &Shared, network: Option<&str>) -> Result<Vec<String>, Error> {
-    let listed = read_caches(shared, network)?.entries.into_iter();
+fn containers(context: &Context<'_>, network: Option<&str>) -> Result<Vec<String>, Error> {
+    let listed = read_caches(context, network)?.entries.into_iter();
     Ok(listed.map(|entry| entry.attachment.container_id).collect())
 }
 

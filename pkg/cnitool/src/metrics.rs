@@ -14,7 +14,7 @@ use cni::{Code, Error};
 use cni_ipam::store::Usage;
 use cni_linux::{file, flock};
 
-use crate::call::{Call, Exit, Shared, Streams};
+use crate::call::{Call, Context, Exit, Streams};
 use crate::doctor::{self, CheckOutcome, Extent};
 use crate::node::attachments::{CheckedReservation, Liveness};
 use crate::node::ipam::IpamContext;
@@ -79,25 +79,20 @@ fn escaped(value: &str) -> String {
 /// # Errors
 /// Code 5 if the folder of the networks or of reservations cannot be read, the textfile is
 /// something else than a regular file or cannot be written, or stdout cannot be written.
-pub(crate) fn run(
-    args: &MetricsArgs,
-    shared: &Shared,
-    call: &Call<'_>,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Error> {
-    let path = args.textfile.as_ref().map(|path| call.folder.join(path));
+pub(crate) fn run(args: &MetricsArgs, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let path = args.textfile.as_ref().map(|path| context.call.folder.join(path));
     path.as_deref().map(check_textfile).transpose()?;
     let mut text = Exposition::default();
     // First, because reading the reservations waits for these locks.
-    let wait = oldest_lock_wait(shared, call, &streams.notes)?;
+    let wait = oldest_lock_wait(context)?;
     text.add_gauge(
         "cni_lock_wait_seconds",
         "Age of the process that has waited longest for a lock of host-local's reservations, 0 if none waits.",
         [(Vec::new(), wait.as_secs_f64())],
     );
-    let examined = doctor::examine(Extent::Host, shared, call, &streams.notes).and_then(|(outcomes, snapshot)| {
+    let examined = doctor::examine(Extent::Host, context).and_then(|(outcomes, snapshot)| {
         add_addresses(&mut text, &snapshot, &streams.notes)?;
-        add_attachments(&mut text, &snapshot, call);
+        add_attachments(&mut text, &snapshot, context.call);
         add_findings(&mut text, &outcomes);
         add_leases(&mut text, &snapshot);
         Ok(())
@@ -203,9 +198,9 @@ fn add_leases(text: &mut Exposition, snapshot: &Snapshot) {
 ///
 /// # Errors
 /// Code 5 if the folder of the networks or of reservations, or the kernel's list, cannot be read.
-fn oldest_lock_wait(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Duration, Error> {
-    let context = IpamContext { shared, call, data_dir: None, notes: notes.clone() };
-    let lock_files = context.list_pools()?.into_iter().map(|pool| pool.folder().join("lock"));
+fn oldest_lock_wait(context: &Context<'_>) -> Result<Duration, Error> {
+    let lock_files =
+        IpamContext { context, data_dir: None }.list_pools()?.into_iter().map(|pool| pool.folder().join("lock"));
     let inodes: Vec<String> =
         lock_files.filter_map(|path| Some(format!(":{} ", fs::metadata(path).ok()?.ino()))).collect();
     let locks = flock::read_locks().map_err(|error| Error::caused(Code::IO, "failed to read /proc/locks", error))?;

@@ -16,7 +16,7 @@ use libcni::cache::{Entry, Listing};
 use libcni::{Cache, NetworkList};
 use serde::Serialize;
 
-use crate::call::{Call, Exit, Format, Shared, Streams};
+use crate::call::{Call, Context, Exit, Format, Streams};
 use crate::node::attachments::find_host_end;
 use crate::node::{plugins_of_type, result_of};
 use crate::report::{Colour, Report, counted};
@@ -133,15 +133,15 @@ impl AttachmentOutcome {
 ///
 /// # Errors
 /// Code 5 if the result cache cannot be read or stdout cannot be written.
-pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
+pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
     let Verb::Restore(args) = &args.verb;
-    let cache = shared.cache();
+    let cache = context.cache();
     let Listing { entries, problems } = match &args.network {
         Some(network) => cache.list(network)?,
         None => cache.list_all()?,
     };
     let restore = |entry: &Entry| {
-        let outcome = restore_attachment(entry, &cache, args.dry_run, call, &streams.notes);
+        let outcome = restore_attachment(entry, &cache, args.dry_run, context.call, &streams.notes);
         outcome
             .unwrap_or_else(|error| AttachmentOutcome::new(entry, Outcome::Failed, Some(error.to_string()), Vec::new()))
     };
@@ -164,14 +164,14 @@ pub(crate) fn run(args: &Rules, shared: &Shared, call: &Call<'_>, streams: &mut 
         summary += &format!(", {} {}", count(&[outcome]), outcome.words());
     }
     report.line(format_args!("{summary}."));
-    if shared.format() == Format::Text {
+    if context.format() == Format::Text {
         problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
     }
     // True without `--dry-run`, even if no rule was missing.
     report.set("changed", !args.dry_run);
     report.set("attachments", &attachments);
     report.set("problems", &problems);
-    report.write(streams, shared.format())?;
+    report.write(streams, context.format())?;
     let is_incomplete = attachments.iter().any(|one| one.outcome.is_problem()) || !problems.is_empty();
     Ok(if is_incomplete { Exit::Failed } else { Exit::Done })
 }

@@ -13,13 +13,12 @@ use cni_firewall::container_rules::Purpose;
 use cni_linux::{Link, program, sysctl};
 use serde_json::Value;
 
-use super::{CheckOutcome, Context};
-use crate::call::Variables;
+use super::{CheckOutcome, Examined};
 use crate::node::result_of;
 
 /// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
-fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<String> {
-    let path = Variables(&context.call.environment).find_os("PATH");
+fn stdout_of(node: &Examined<'_>, program: &str, args: &[&str]) -> Option<String> {
+    let path = node.context.call.find_os("PATH");
     let program = program::find(&program::folders(path), program)?;
     let child = Child {
         program,
@@ -29,7 +28,7 @@ fn stdout_of(context: &Context<'_, '_>, program: &str, args: &[&str]) -> Option<
         timeout: Duration::from_secs(30),
         on_sigterm: OnSigterm::Kill,
     };
-    let output = context.call.machine.run(&child).ok()?;
+    let output = node.context.call.machine.run(&child).ok()?;
     match output.status {
         Exit::Status(0) => Some(String::from_utf8_lossy(&output.stdout).into_owned()),
         _ => None,
@@ -87,10 +86,10 @@ struct BridgeNames {
 
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
-    fn of(context: &Context<'_, '_>, bridge: &Link) -> BridgeNames {
-        let entries = context.snapshot.attachments.entries_on_bridge(bridge);
+    fn of(node: &Examined<'_>, bridge: &Link) -> BridgeNames {
+        let entries = node.snapshot.attachments.entries_on_bridge(bridge);
         let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
-        let mut host_ports = context.snapshot.rules.iter().filter(|rule| rule.purpose == Purpose::PortMap);
+        let mut host_ports = node.snapshot.rules.iter().filter(|rule| rule.purpose == Purpose::PortMap);
         let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
         let results = entries.into_iter().filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
@@ -134,19 +133,19 @@ impl BridgeNames {
 
 /// Checks that no chain's policy drops packets of containers. It is assumed that a rule that
 /// mentions the bridge, or an address of its containers, accepts their packets.
-pub(super) fn policy(context: &Context<'_, '_>) -> CheckOutcome {
+pub(super) fn policy(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("policy");
     let bridges: Vec<BridgeNames> =
-        context.snapshot.bridges().into_iter().map(|bridge| BridgeNames::of(context, bridge)).collect();
+        node.snapshot.bridges().into_iter().map(|bridge| BridgeNames::of(node, bridge)).collect();
     if bridges.is_empty() {
         return outcome.with_summary("no bridge has containers");
     }
     let mut unusable_programs = Vec::new();
-    let mut chains = dropping_nft_chains(context).unwrap_or_else(|| {
+    let mut chains = dropping_nft_chains(node).unwrap_or_else(|| {
         unusable_programs.push("nft");
         Vec::new()
     });
-    if !add_dropping_legacy_chains(context, &mut chains) {
+    if !add_dropping_legacy_chains(node, &mut chains) {
         unusable_programs.push("iptables-legacy-save");
     }
     chains.iter().for_each(|chain| check_chain(chain, &bridges, &mut outcome));
@@ -188,10 +187,10 @@ fn check_chain(chain: &DroppingChain, bridges: &[BridgeNames], outcome: &mut Che
 
 /// Returns the base chains of nf_tables that drop forwarded packets, or `None` if `nft` could not
 /// list the chains. If a chain's table cannot be listed, it has no rules here.
-fn dropping_nft_chains(context: &Context<'_, '_>) -> Option<Vec<DroppingChain>> {
-    let chains = serde_json::from_str::<Value>(&stdout_of(context, "nft", &["-j", "list", "chains"])?).ok()?;
+fn dropping_nft_chains(node: &Examined<'_>) -> Option<Vec<DroppingChain>> {
+    let chains = serde_json::from_str::<Value>(&stdout_of(node, "nft", &["-j", "list", "chains"])?).ok()?;
     let read = |[family, table, chain]: [String; 3]| {
-        let rules = stdout_of(context, "nft", &["list", "table", &family, &table]).unwrap_or_default();
+        let rules = stdout_of(node, "nft", &["list", "table", &family, &table]).unwrap_or_default();
         // iptables lists and saves only rules that it can express. So a chain of iptables gets its
         // rule from iptables.
         let insertion = match (family.as_str(), chain.as_str()) {
@@ -214,14 +213,14 @@ const IPTABLES_PROGRAMS: [(&str, &str); 2] =
 
 /// Adds the chains FORWARD of iptables-legacy that drop packets. Returns `false` if an existing
 /// table `filter` could not be listed.
-fn add_dropping_legacy_chains(context: &Context<'_, '_>, chains: &mut Vec<DroppingChain>) -> bool {
+fn add_dropping_legacy_chains(node: &Examined<'_>, chains: &mut Vec<DroppingChain>) -> bool {
     let mut is_complete = true;
     for (program, names_file) in IPTABLES_PROGRAMS {
         let tables = fs::read_to_string(names_file).unwrap_or_default();
         if !tables.lines().any(|table| table == "filter") {
             continue;
         }
-        match stdout_of(context, &format!("{program}-legacy-save"), &["-t", "filter"]) {
+        match stdout_of(node, &format!("{program}-legacy-save"), &["-t", "filter"]) {
             None => is_complete = false,
             Some(rules) if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) => {
                 let insertion = Some(Insertion::Iptables(format!("{program}-legacy")));
@@ -302,14 +301,14 @@ pub(super) fn bridge_netfilter(policy: &CheckOutcome) -> CheckOutcome {
 
 /// Checks for iptables and for ip6tables that at most one of the two variants, legacy and nft, has
 /// rules. Each variant shows only its own rules, but every packet passes both.
-pub(super) fn variants(context: &Context<'_, '_>) -> CheckOutcome {
+pub(super) fn variants(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("iptables");
     let mut variants_with_rules = Vec::new();
     for (program, names_file) in IPTABLES_PROGRAMS {
         let legacy_tables = fs::read_to_string(names_file).unwrap_or_default();
         // A variant that is not installed counts as one without rules.
         let count_rules = |variant: &str| -> usize {
-            let rules = stdout_of(context, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
+            let rules = stdout_of(node, &format!("{program}-{variant}-save"), &[]).unwrap_or_default();
             rules.lines().filter(|line| line.starts_with("-A ")).count()
         };
         // iptables-legacy would load its kernel modules, so it is only run if a legacy table

@@ -8,16 +8,15 @@ mod places;
 mod traffic;
 
 use cni::Error;
-use cni::rollback::Notes;
 use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
 use serde::Serialize;
 
-use crate::call::{Call, Exit, Shared, Streams, Variables};
+use crate::call::{Context, Exit, Streams};
 use crate::inspect::{AttachmentReport, Fact};
 use crate::node::leftovers::{self, quoted};
 use crate::node::snapshot::Snapshot;
-use crate::node::{self, bridges_of, is_true, plugins_in};
+use crate::node::{bridges_of, by_precedence, is_true, plugins_in};
 use crate::report::Report;
 use crate::target::NetnsPresence;
 
@@ -116,13 +115,10 @@ impl CheckOutcome {
 }
 
 /// The input of the checks.
-struct Context<'a, 'm> {
+struct Examined<'a> {
+    context: &'a Context<'a>,
     snapshot: Snapshot,
-    runtime: Runtime<'m>,
-    conf_dir: std::path::PathBuf,
-    shared: &'a Shared,
-    call: &'a Call<'m>,
-    notes: Notes,
+    runtime: Runtime<'a>,
 }
 
 /// Runs `cnitool doctor`: runs all checks and prints their outcomes. Returns
@@ -132,8 +128,8 @@ struct Context<'a, 'm> {
 /// - As [`Snapshot::take`].
 /// - The kernel's error if a check cannot list links, routes or packet filter rules.
 /// - Code 5 if a folder cannot be read or stdout cannot be written.
-pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    let (outcomes, _) = examine(Extent::All, shared, call, &streams.notes)?;
+pub(crate) fn run(context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let (outcomes, _) = examine(Extent::All, context)?;
     let (well, bad): (Vec<CheckOutcome>, _) = outcomes.into_iter().partition(|outcome| outcome.findings.is_empty());
     let findings: Vec<Finding> = bad.into_iter().flat_map(|outcome| outcome.findings).collect();
     let mut report = Report::new(streams);
@@ -157,7 +153,7 @@ pub(crate) fn run(shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -
     report.set("findings", &findings);
     // Also the incomplete checks.
     report.set("well", well);
-    report.write(streams, shared.format())?;
+    report.write(streams, context.format())?;
     Ok(if findings.is_empty() { Exit::Done } else { Exit::Failed })
 }
 
@@ -175,54 +171,41 @@ pub(crate) enum Extent {
 ///
 /// # Errors
 /// As [`run`], except those about stdout.
-pub(crate) fn examine(
-    extent: Extent,
-    shared: &Shared,
-    call: &Call<'_>,
-    notes: &Notes,
-) -> Result<(Vec<CheckOutcome>, Snapshot), Error> {
-    let conf_folder = shared.conf_folder(&Variables(&call.environment));
-    let context = Context {
-        snapshot: Snapshot::take(shared, call, notes)?,
-        runtime: shared.runtime(call, notes),
-        conf_dir: conf_folder.path().to_owned(),
-        shared,
-        call,
-        notes: notes.clone(),
-    };
-    let policy = firewall::policy(&context);
+pub(crate) fn examine(extent: Extent, context: &Context<'_>) -> Result<(Vec<CheckOutcome>, Snapshot), Error> {
+    let node = Examined { context, snapshot: Snapshot::take(context)?, runtime: context.runtime() };
+    let policy = firewall::policy(&node);
     let bridge_netfilter = firewall::bridge_netfilter(&policy);
     let mut outcomes = vec![
-        places::networks(&context)?,
-        places::folders(&context),
-        places::status(&context),
-        places::addresses(&context)?,
-        traffic::forwarding(&context),
-        traffic::links(&context),
-        traffic::mtu(&context)?,
-        traffic::rp_filter(&context)?,
+        places::networks(&node)?,
+        places::folders(&node),
+        places::status(&node),
+        places::addresses(&node)?,
+        traffic::forwarding(&node),
+        traffic::links(&node),
+        traffic::mtu(&node)?,
+        traffic::rp_filter(&node)?,
         policy,
         bridge_netfilter,
-        firewall::variants(&context),
+        firewall::variants(&node),
         firewall::conntrack(),
-        left_over(&context),
+        left_over(&node),
     ];
     if extent == Extent::All {
-        outcomes.insert(outcomes.len() - 1, attachments(&context));
+        outcomes.insert(outcomes.len() - 1, attachments(&node));
     }
-    Ok((outcomes, context.snapshot))
+    Ok((outcomes, node.snapshot))
 }
 
 /// Checks that each cached attachment agrees with its result and configuration, as `inspect` does.
 /// Checks only attachments whose namespace certainly exists: if it is gone, `left_over` reports the
 /// attachment.
-fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
+fn attachments(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("attachments");
-    for entry in &context.snapshot.attachments.cached {
-        if NetnsPresence::at(&entry.attachment.netns, context.call.machine) != NetnsPresence::Exists {
+    for entry in &node.snapshot.attachments.cached {
+        if NetnsPresence::at(&entry.attachment.netns, node.context.call.machine) != NetnsPresence::Exists {
             continue;
         }
-        let report = AttachmentReport::new(&context.snapshot, entry, context.call);
+        let report = AttachmentReport::new(&node.snapshot, entry, node.context.call);
         let differing: Vec<&Fact> = report.facts.iter().filter(|fact| fact.problem.is_some()).collect();
         if differing.is_empty() {
             continue;
@@ -241,9 +224,9 @@ fn attachments(context: &Context<'_, '_>) -> CheckOutcome {
 const RECREATE_ADVICE: &str = "delete the container and create it again: only its ADD creates this";
 
 /// Reports the leftovers that `inspect` finds.
-fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
+fn left_over(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("left over");
-    for leftover in leftovers::list(&context.snapshot, context.call) {
+    for leftover in leftovers::list(&node.snapshot, node.context.call) {
         let (kind, object) = (leftover.kind, leftover.text());
         let what = format!("{kind} {object}: {}", leftover.reason);
         outcome.push(&what, object, kind.to_owned(), Some(leftover.command), None);
@@ -261,7 +244,7 @@ fn left_over(context: &Context<'_, '_>) -> CheckOutcome {
         .with_summary("every link, rule, reservation, record, lease and cache entry belongs to an existing container")
 }
 
-impl Context<'_, '_> {
+impl Examined<'_> {
     /// Whether a network that containers use sets one of `keys` to true. Checks the configuration
     /// of each cached attachment whose container has a link on the host. Also checks each
     /// configured network whose bridge has ports, because a container need not be in the result
@@ -290,6 +273,6 @@ impl Context<'_, '_> {
     /// # Errors
     /// Code 5 if the folder cannot be read.
     fn conf_files(&self) -> Result<Vec<libcni::ConfFile>, Error> {
-        Ok(node::by_precedence(self.shared.conf_folder(&Variables(&self.call.environment)).files()?))
+        Ok(by_precedence(self.context.conf_folder().files()?))
     }
 }

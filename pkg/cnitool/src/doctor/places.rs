@@ -10,7 +10,7 @@ use cni::config::NetConf;
 use cni::delegate::find_plugin;
 use libcni::NetworkList;
 
-use super::{CheckOutcome, Context};
+use super::{CheckOutcome, Examined};
 use crate::call::own_uid;
 use crate::node::ipam::{NEARLY_FULL_PERCENT, used_percent};
 use crate::node::leftovers::quoted;
@@ -20,10 +20,10 @@ use crate::node::snapshot::ListedPool;
 ///
 /// # Errors
 /// Code 5 if the networks' folder cannot be read.
-pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+pub(super) fn networks(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("networks");
     let mut names: Vec<String> = Vec::new();
-    for file in context.conf_files()? {
+    for file in node.conf_files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
             Err(error) => {
@@ -37,14 +37,14 @@ pub(super) fn networks(context: &Context<'_, '_>) -> Result<CheckOutcome, Error>
         }
     }
     Ok(outcome.with_summary(match names.is_empty() {
-        true => format!("none is configured in {}", context.conf_dir.display()),
-        false => format!("{} in {}", names.join(", "), context.conf_dir.display()),
+        true => format!("none is configured in {}", node.context.conf_folder().path().display()),
+        false => format!("{} in {}", names.join(", "), node.context.conf_folder().path().display()),
     }))
 }
 
 /// Checks that the plugins exist. Also checks that only root can change the plugins, the networks'
 /// files, the result cache and the reservations.
-pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
+pub(super) fn folders(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("folders");
     let mut checked: Vec<PathBuf> = Vec::new();
     let mut check_once = |path: &Path, outcome: &mut CheckOutcome| {
@@ -54,10 +54,10 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
         checked.push(path.to_owned());
         check_permissions(path, outcome);
     };
-    check_once(&context.conf_dir, &mut outcome);
-    for list in &context.snapshot.networks {
+    check_once(node.context.conf_folder().path(), &mut outcome);
+    for list in &node.snapshot.networks {
         for kind in plugin_types(list) {
-            match find_plugin(&kind, &context.runtime.plugin_folders) {
+            match find_plugin(&kind, &node.runtime.plugin_folders) {
                 Ok(path) => {
                     if let Some(folder) = path.parent() {
                         check_once(folder, &mut outcome);
@@ -65,7 +65,7 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
                     check_once(&path, &mut outcome);
                 }
                 Err(error) => {
-                    let folder = context.runtime.plugin_folders.first().cloned().unwrap_or_default();
+                    let folder = node.runtime.plugin_folders.first().cloned().unwrap_or_default();
                     let command = format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy()));
                     outcome.add_problem(format!("network {}:", list.name()), error.to_string(), command);
                 }
@@ -73,15 +73,15 @@ pub(super) fn folders(context: &Context<'_, '_>) -> CheckOutcome {
         }
     }
     // If the folder cannot be read, the check `networks` fails.
-    for file in context.conf_files().unwrap_or_default() {
+    for file in node.conf_files().unwrap_or_default() {
         check_once(&file.path, &mut outcome);
     }
     // The result cache, and the folder of the socket of dhcp's daemon.
-    let cache_dir = context.shared.cache_dir();
+    let cache_dir = node.context.cache_dir();
     for path in [cache_dir, &cache_dir.join("results"), Path::new("/run/cni")] {
         check_once(path, &mut outcome);
     }
-    for listed in &context.snapshot.pools {
+    for listed in &node.snapshot.pools {
         check_once(&listed.pool.folder(), &mut outcome);
     }
     outcome.with_summary("all plugins exist, and only root can change them, the networks and the result cache")
@@ -127,14 +127,14 @@ const DAEMON_ADVICE: &str = "start the daemon with `systemctl enable --now cni-d
 
 /// Runs STATUS of each network's plugins. Skips networks with a plugin that is not installed, which
 /// `folders` reports.
-pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
+pub(super) fn status(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("status");
-    for list in &context.snapshot.networks {
-        let is_installed = |kind: &str| find_plugin(kind, &context.runtime.plugin_folders).is_ok();
+    for list in &node.snapshot.networks {
+        let is_installed = |kind: &str| find_plugin(kind, &node.runtime.plugin_folders).is_ok();
         if !list.plugins().iter().all(|plugin| is_installed(plugin.kind())) {
             continue;
         }
-        if let Err(error) = context.runtime.status(list) {
+        if let Err(error) = node.runtime.status(list) {
             let (object, problem) = (format!("network {}:", list.name()), error.to_string());
             // STATUS has one code for all problems, so an error about dhcp's daemon is recognized
             // by its text.
@@ -153,11 +153,11 @@ pub(super) fn status(context: &Context<'_, '_>) -> CheckOutcome {
 ///
 /// # Errors
 /// Code 5 if a folder cannot be read.
-pub(super) fn addresses(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+pub(super) fn addresses(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("addresses");
     let mut fullest_percent = 0;
-    for ListedPool { pool, unusual, .. } in &context.snapshot.pools {
-        let (network, folder, store) = (&pool.network, pool.folder(), pool.store(&context.notes));
+    for ListedPool { pool, unusual, .. } in &node.snapshot.pools {
+        let (network, folder, store) = (&pool.network, pool.folder(), pool.store(&node.context.notes));
         let sets = pool.ranges.as_ref().map_or_else(|_| Ok(Vec::new()), |ranges| store.usage(ranges))?;
         for set in sets {
             let percent = used_percent(&set);

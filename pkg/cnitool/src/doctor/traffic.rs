@@ -8,24 +8,24 @@ use cni_linux::route::Family;
 use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
 use cni_plugin::interface::disabled_forwarding;
 
-use super::{CheckOutcome, Context};
+use super::{CheckOutcome, Examined};
 use crate::node::leftovers::quoted;
 use crate::node::result_of;
 
 /// Checks that the host forwards packets, if a network that containers use needs forwarding. Agrees
 /// with CHECK of bridge and ptp.
-pub(super) fn forwarding(context: &Context<'_, '_>) -> CheckOutcome {
+pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("forwarding");
-    if !context.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
+    if !node.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
-    let results = context.snapshot.attachments.cached.iter().filter_map(result_of);
+    let results = node.snapshot.attachments.cached.iter().filter_map(result_of);
     let families: Vec<Family> =
         results.flat_map(|result| result.ips).map(|ip| Family::of(ip.address.address())).collect();
     // The links behind which containers use the host as a gateway.
-    let attached_links = context.snapshot.attachments.attached_links();
+    let attached_links = node.snapshot.attachments.attached_links();
     let outside_bridges = attached_links.iter().map(|(_, link)| *link).filter(|link| link.master.is_none());
-    let gateways: Vec<&Link> = context.snapshot.bridges().into_iter().chain(outside_bridges).collect();
+    let gateways: Vec<&Link> = node.snapshot.bridges().into_iter().chain(outside_bridges).collect();
     let mut sysctls = Vec::new();
     for family in [Family::V4, Family::V6] {
         // Without results, the addresses are probably IPv4.
@@ -58,9 +58,9 @@ fn dotted(name: &str) -> String {
 
 /// Checks that the bridges, the two ends of each attachment's link, and the other ports of the
 /// bridges are up.
-pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
+pub(super) fn links(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("links");
-    let bridges = context.snapshot.bridges();
+    let bridges = node.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
         let object = format!("bridge {}", bridge.name);
         outcome.add_problem(
@@ -69,16 +69,16 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
             format!("ip link set dev {} up", quoted(&bridge.name)),
         );
     }
-    let attached_links = context.snapshot.attachments.attached_links();
+    let attached_links = node.snapshot.attachments.attached_links();
     for (attachment, link) in &attached_links {
         let AttachmentId { network, container_id, ifname } = attachment;
         let object = format!("host link {} ({network} {container_id} {ifname})", link.name);
         if !link.up {
             outcome.add_problem(object, "is down", format!("ip link set dev {} up", quoted(&link.name)));
         } else if link.oper_state == OperState::Down
-            && find_container_end(context, attachment).is_some_and(|container_end| !container_end.up)
+            && find_container_end(node, attachment).is_some_and(|container_end| !container_end.up)
         {
-            let netns = netns_of(context, attachment).unwrap_or_default();
+            let netns = netns_of(node, attachment).unwrap_or_default();
             let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(ifname));
             outcome.add_problem(object, "has no carrier: the container's end is down", command);
         }
@@ -88,7 +88,7 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
         let is_other_port = |link: &&Link| {
             link.master == Some(bridge.index) && !attached_links.iter().any(|(_, known)| known.index == link.index)
         };
-        for link in context.snapshot.attachments.links.iter().filter(is_other_port).filter(|link| !link.up) {
+        for link in node.snapshot.attachments.links.iter().filter(is_other_port).filter(|link| !link.up) {
             let problem = format!(", a port of {}, is down", bridge.name);
             outcome.add_problem(&link.name, problem, format!("ip link set dev {} up", quoted(&link.name)));
         }
@@ -101,15 +101,15 @@ pub(super) fn links(context: &Context<'_, '_>) -> CheckOutcome {
 
 /// Returns the path of an attachment's namespace, or `None` if the result cache does not have the
 /// path.
-fn netns_of(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<String> {
-    let entry = context.snapshot.attachments.cached.iter().find(|entry| entry.id() == *attachment)?;
+fn netns_of(node: &Examined<'_>, attachment: &AttachmentId) -> Option<String> {
+    let entry = node.snapshot.attachments.cached.iter().find(|entry| entry.id() == *attachment)?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
 /// Returns the attachment's link in the container, or `None` if the link does not exist or the
 /// namespace cannot be entered.
-fn find_container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> Option<Link> {
-    let netns = Netns::open(Path::new(&netns_of(context, attachment)?)).ok()?;
+fn find_container_end(node: &Examined<'_>, attachment: &AttachmentId) -> Option<Link> {
+    let netns = Netns::open(Path::new(&netns_of(node, attachment)?)).ok()?;
     Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
 
@@ -118,14 +118,14 @@ fn find_container_end(context: &Context<'_, '_>, attachment: &AttachmentId) -> O
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.
-pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
-    let uplink = find_uplink(&context.snapshot.attachments.links)?;
+    let uplink = find_uplink(&node.snapshot.attachments.links)?;
     // A problem that many containers share is reported once for their bridge or network.
     let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
-    let attached_links = context.snapshot.attachments.attached_links();
+    let attached_links = node.snapshot.attachments.attached_links();
     for (attachment, host_end) in &attached_links {
-        let Some(container_end) = find_container_end(context, attachment) else { continue };
+        let Some(container_end) = find_container_end(node, attachment) else { continue };
         let AttachmentId { network, container_id, ifname } = attachment;
         if container_end.mtu != host_end.mtu {
             let object = format!("{network} {container_id} {ifname}:");
@@ -139,7 +139,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
                 format!("ip link set dev {} mtu {}", quoted(&host_end.name), container_end.mtu),
             );
         }
-        let bridge = context.snapshot.attachments.links.iter().find(|link| Some(link.index) == host_end.master);
+        let bridge = node.snapshot.attachments.links.iter().find(|link| Some(link.index) == host_end.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < host_end.mtu)
             && !reported_bridges.contains(&bridge.name.as_str())
         {
@@ -163,7 +163,7 @@ pub(super) fn mtu(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
                  not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",
                 container_end.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
-            let netns = netns_of(context, attachment).unwrap_or_default();
+            let netns = netns_of(node, attachment).unwrap_or_default();
             let set_container_end =
                 format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
             let set_host_end = format!("ip link set dev {} mtu {}", quoted(&host_end.name), uplink.mtu);
@@ -204,10 +204,10 @@ const LOOSE_RP_FILTER: u8 = 2;
 ///
 /// # Errors
 /// The kernel's error if netlink cannot be used.
-pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error> {
+pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("rp_filter");
     let netlink = Netlink::open()?;
-    for bridge in context.snapshot.bridges() {
+    for bridge in node.snapshot.bridges() {
         // A value that cannot be read counts as 0 (no filter).
         let read_mode = |name: &str| -> u8 {
             let value = sysctl::read(&format!("net/ipv4/conf/{name}/rp_filter"));
@@ -217,7 +217,7 @@ pub(super) fn rp_filter(context: &Context<'_, '_>) -> Result<CheckOutcome, Error
         if read_mode("all").max(read_mode(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
-        for entry in context.snapshot.attachments.entries_on_bridge(bridge) {
+        for entry in node.snapshot.attachments.entries_on_bridge(bridge) {
             let Some(result) = result_of(entry) else { continue };
             for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();

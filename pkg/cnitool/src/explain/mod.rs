@@ -8,13 +8,13 @@
 mod recorder;
 mod steps;
 
-use clap::{Args, Subcommand};
-use cni::skel;
+use clap::Args;
+use clap::builder::Resettable;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, failed};
-use crate::network;
+use crate::call::{Call, Context, Exit, Failure, Format, Streams, failed};
+use crate::network::{self, Command};
 use crate::report::{Colour, Report, error_json, write_raw};
 
 use recorder::{Log, PluginError, PluginRun, Recorder};
@@ -25,21 +25,13 @@ use steps::Step;
 #[command(subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 pub(crate) struct Explain {
     #[command(subcommand)]
-    verb: Verb,
+    verb: network::Verb,
 }
 
-#[derive(Debug, Subcommand)]
-enum Verb {
-    /// What 'cnitool add' does, step by step
-    Add(network::Attach),
-    /// What 'cnitool check' does, step by step
-    Check(network::Attach),
-    /// What 'cnitool del' does, step by step
-    Del(network::Detach),
-    /// What 'cnitool gc' does, step by step
-    Gc(network::Collect),
-    /// What 'cnitool status' does, step by step
-    Status(network::Named),
+/// Returns the parser of a verb below `explain`, whose help only refers to the verb.
+pub(crate) fn describe(verb: clap::Command) -> clap::Command {
+    let about = format!("What 'cnitool {}' does, step by step", verb.get_name());
+    verb.about(about).before_help(Resettable::Reset).after_help(Resettable::Reset)
 }
 
 /// Runs the verb and prints the steps of its plugins, then the verb's result.
@@ -49,15 +41,9 @@ enum Verb {
 /// - Code 5 if the log cannot be created or stdout cannot be written.
 /// - The verb's error. With `--json` it is in the printed document instead, and [`Exit::Failed`] is
 ///   returned.
-pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let format = shared.format();
-    let command = match args.verb {
-        Verb::Add(args) => args.into_command(skel::Verb::Add, shared)?,
-        Verb::Check(args) => args.into_command(skel::Verb::Check, shared)?,
-        Verb::Del(args) => args.into_command(shared)?,
-        Verb::Gc(args) => args.into_command(shared),
-        Verb::Status(args) => args.into_command(skel::Verb::Status, shared),
-    };
+pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    let command = Command::new(args.verb, &mut context)?;
+    let (call, format) = (context.call, context.format());
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;
     let recorder = Recorder::new(call.machine, &log);
@@ -75,7 +61,8 @@ pub(crate) fn run(args: Explain, shared: Shared, call: &Call<'_>, streams: &mut 
         stdout_style: streams.stdout_style,
         stderr_style: streams.stderr_style,
     };
-    let outcome = network::run(command, &recorded_call, &mut buffered_streams);
+    let recorded = Context { shared: context.shared, call: &recorded_call, notes: context.notes };
+    let outcome = network::run_command(&command, &recorded, &mut buffered_streams);
     let calls: Vec<CallReport> = recorder.into_runs().into_iter().map(CallReport::new).collect();
     let mut report = Report::new(streams);
     calls.iter().for_each(|call| call.add_to(&mut report));

@@ -12,7 +12,7 @@ use libcni::NetworkList;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Shared, Streams, Watch};
+use crate::call::{Context, Exit, Streams, Watch};
 use crate::node::leftovers;
 use crate::node::snapshot::Snapshot;
 use crate::report::{Colour, Report, cell, counted, did_you_mean, words};
@@ -92,16 +92,16 @@ impl Serialize for Fact {
 /// - As [`Snapshot::take`].
 /// - Code 3 if the arguments name a network and select nothing.
 /// - Code 5 if stdout cannot be written.
-pub(crate) fn run(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    args.watch.run(call, streams, |streams| inspect(args, shared, call, streams))
+pub(crate) fn run(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    args.watch.run(context.call, streams, |streams| inspect(args, context, streams))
 }
 
 /// Prints the attachments and leftovers once.
 ///
 /// # Errors
 /// As [`run`].
-fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    let snapshot = Snapshot::take(shared, call, &streams.notes)?;
+fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let snapshot = Snapshot::take(context)?;
     // An unknown network or container matches only if the argument is not given.
     let is_selected = |network: Option<&str>, container: Option<&str>| {
         let network_matches = args.network.is_none() || network == args.network.as_deref();
@@ -116,9 +116,9 @@ fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Strea
         .cached
         .iter()
         .filter(|entry| is_selected(Some(&entry.network), Some(&entry.attachment.container_id)))
-        .map(|entry| AttachmentReport::new(&snapshot, entry, call))
+        .map(|entry| AttachmentReport::new(&snapshot, entry, context.call))
         .collect();
-    let mut left_over = leftovers::list(&snapshot, call);
+    let mut left_over = leftovers::list(&snapshot, context.call);
     left_over.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container_id.as_deref()));
     if attachments.is_empty() && left_over.is_empty() && args.network.is_some() {
         let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
@@ -149,7 +149,7 @@ fn inspect(args: &Inspect, shared: &Shared, call: &Call<'_>, streams: &mut Strea
     }
     report.set("attachments", &attachments);
     report.set("leftOver", &left_over);
-    report.write(streams, shared.format())?;
+    report.write(streams, context.format())?;
     let has_difference = attachments.iter().flat_map(|report| &report.facts).any(|fact| fact.problem.is_some());
     Ok(if has_difference || !left_over.is_empty() { Exit::Failed } else { Exit::Done })
 }

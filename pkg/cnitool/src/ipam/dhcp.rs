@@ -8,9 +8,8 @@ use cni::Error;
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
-use crate::call::{Streams, Variables};
+use crate::call::Streams;
 use crate::node::ipam::{IpamContext, sockets};
-use crate::node::networks;
 use crate::report::{Colour, Report};
 
 /// The arguments of `dhcp`.
@@ -23,7 +22,7 @@ pub(super) struct Dhcp {
     socket: Option<PathBuf>,
 }
 
-impl IpamContext<'_, '_> {
+impl IpamContext<'_> {
     /// Prints the leases, or only those of the network that the arguments name.
     ///
     /// # Errors
@@ -49,7 +48,7 @@ impl IpamContext<'_, '_> {
         ];
         let mut report = Report::new(streams);
         report.table("leases", &columns, found.iter().map(as_json).collect(), colour, "No lease is recorded.");
-        report.write(streams, self.shared.format())
+        report.write(streams, self.context.format())
     }
 
     /// Returns the sockets of the daemons whose leases are listed: the socket in the arguments, or
@@ -61,8 +60,7 @@ impl IpamContext<'_, '_> {
         if let Some(socket) = &args.socket {
             return Ok(vec![socket.clone()]);
         }
-        let folder = self.shared.conf_folder(&Variables(&self.call.environment));
-        Ok(sockets(&networks(&folder)?))
+        Ok(sockets(&self.context.networks()?))
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) struct Collect {
     keep: Vec<String>,
 }
 
-impl IpamContext<'_, '_> {
+impl IpamContext<'_> {
     /// Decides which reservations are removed, prints the decisions, and removes these reservations
     /// unless `--dry-run` is given.
     ///
@@ -46,7 +46,7 @@ impl IpamContext<'_, '_> {
     /// - The kernel's error if the host's links cannot be listed.
     pub(super) fn gc(&self, args: &Collect, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
-        let (format, mut removed, mut kept) = (self.shared.format(), Vec::new(), Vec::new());
+        let (format, mut removed, mut kept) = (self.context.format(), Vec::new(), Vec::new());
         let mut write = |removed: &[Decision], kept: &[Decision]| {
             write_removal(&args.network, !args.dry_run, [removed, kept], format, streams)
         };
@@ -67,7 +67,9 @@ impl IpamContext<'_, '_> {
         if !args.dry_run {
             let released = locked.release_chosen(&to_remove)?;
             for address in keep_unremoved(&mut removed, &mut kept, &released) {
-                self.notes.note(format_args!("{address} was not removed, because it has changed in the meantime"));
+                self.context
+                    .notes
+                    .note(format_args!("{address} was not removed, because it has changed in the meantime"));
             }
         }
         if format == Format::Json {

@@ -9,7 +9,7 @@ use crate::call::Streams;
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, used_percent};
 use crate::report::{Colour, Report};
 
-impl IpamContext<'_, '_> {
+impl IpamContext<'_> {
     /// Prints a line for each range set, and for the reservations of each network that are in none.
     ///
     /// # Errors
@@ -17,7 +17,7 @@ impl IpamContext<'_, '_> {
     pub(super) fn list(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut rows: Vec<Value> = Vec::new();
         for pool in self.list_pools()? {
-            let (store, network, folder) = (pool.store(&self.notes), &pool.network, pool.folder());
+            let (store, network, folder) = (pool.store(&self.context.notes), &pool.network, pool.folder());
             let mut outside = store.count()? as u128;
             let mut add = |range: Option<&str>,
                            used: u128,
@@ -48,6 +48,6 @@ impl IpamContext<'_, '_> {
         let columns = ["network", "range", "used", "total", "percent", "folder", "note"];
         let colour = |row: &Value| is_nearly_full(row).then_some(Colour::Yellow);
         report.table("ranges", &columns, rows, colour, "No network has reservations or uses host-local.");
-        report.write(streams, self.shared.format())
+        report.write(streams, self.context.format())
     }
 }

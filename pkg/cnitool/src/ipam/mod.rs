@@ -19,7 +19,7 @@ use cni::Error;
 use cni_ipam::Reservation;
 use serde::Serialize;
 
-use crate::call::{Call, Exit, Failure, Format, Shared, Streams, Watch, failed};
+use crate::call::{Context, Exit, Failure, Format, Streams, Watch, failed};
 use crate::help;
 use crate::node::ipam::IpamContext;
 use crate::report::{Colour, Report};
@@ -60,17 +60,16 @@ struct StoreLocation {
 }
 
 /// Runs `cnitool ipam`.
-pub(crate) fn run(args: &Ipam, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let data_dir = args.location.data_dir.as_deref();
-    let context = IpamContext { shared, call, data_dir, notes: streams.notes.clone() };
+pub(crate) fn run(args: &Ipam, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    let ipam = IpamContext { context, data_dir: args.location.data_dir.as_deref() };
     let (verb, outcome) = match &args.verb {
-        Verb::List(watch) => ("ipam list", watch.run(call, streams, |streams| context.list(streams))),
-        Verb::Show(args) => ("ipam show", context.show(args, streams)),
-        Verb::Gc(args) => ("ipam gc", context.gc(args, streams)),
-        Verb::Release(args) => ("ipam release", context.release(args, streams)),
-        Verb::Dhcp(args) => ("ipam dhcp", context.dhcp(args, streams)),
+        Verb::List(watch) => ("ipam list", watch.run(context.call, streams, |streams| ipam.list(streams))),
+        Verb::Show(args) => ("ipam show", ipam.show(args, streams)),
+        Verb::Gc(args) => ("ipam gc", ipam.gc(args, streams)),
+        Verb::Release(args) => ("ipam release", ipam.release(args, streams)),
+        Verb::Dhcp(args) => ("ipam dhcp", ipam.dhcp(args, streams)),
     };
-    outcome.map(|()| Exit::Done).map_err(|error| failed(verb, error, shared.format()))
+    outcome.map(|()| Exit::Done).map_err(|error| failed(verb, error, context.format()))
 }
 
 /// Returns the seconds since `since`, 0 for a time in the future, or `None` if `since` is not

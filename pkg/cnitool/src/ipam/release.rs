@@ -31,7 +31,7 @@ pub(super) struct Release {
     force: bool,
 }
 
-impl IpamContext<'_, '_> {
+impl IpamContext<'_> {
     /// Releases the selected reservations and prints them.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ impl IpamContext<'_, '_> {
         released.retain(|reservation| released_addresses.contains(&reservation.address));
         let released: Vec<Decision> =
             released.iter().map(|reservation| Decision::new(reservation, "selected")).collect();
-        write_removal(&args.network, true, [&released, &[]], self.shared.format(), streams)?;
+        write_removal(&args.network, true, [&released, &[]], self.context.format(), streams)?;
         read_outcome
     }
 }

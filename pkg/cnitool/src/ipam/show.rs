@@ -20,7 +20,7 @@ pub(super) struct Show {
     network: String,
 }
 
-impl IpamContext<'_, '_> {
+impl IpamContext<'_> {
     /// Prints the reservations of a network, each with its age and whether it is in use. Below
     /// them, prints the unusual files: those that are named like a reservation, but are not regular
     /// files or are too long. Also prints the released addresses that cool down.
@@ -69,6 +69,6 @@ impl IpamContext<'_, '_> {
         report.set("coolingDown", cooling.collect::<Vec<Value>>());
         report.set("network", &pool.network);
         report.set("folder", folder);
-        report.write(streams, self.shared.format())
+        report.write(streams, self.context.format())
     }
 }

@@ -51,7 +51,7 @@ pub(super) struct Decision {
     pub(super) is_kept: bool,
 }
 
-impl VerbRun<'_, '_> {
+impl VerbRun<'_> {
     /// Runs `cnitool gc NETWORK`: prints which attachments are kept and removed, and removes the
     /// latter unless `--dry-run` is given or `disableGC` is set.
     ///
@@ -66,7 +66,7 @@ impl VerbRun<'_, '_> {
         let list = self.configuration()?;
         list.version()?;
         let plan = self.plan(&list)?;
-        let needs_consent = plan.changed && !self.command.all;
+        let needs_consent = plan.changed && !self.command.gc.all;
         if needs_consent && plan.kept.is_empty() {
             let msg =
                 "no attachment of this network is known to be in use, so everything of the network would be removed";
@@ -102,7 +102,7 @@ impl VerbRun<'_, '_> {
         streams: &mut Streams<'_>,
         remove: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let (format, mut report) = (self.command.shared.format(), Report::new(streams));
+        let (format, mut report) = (self.context.format(), Report::new(streams));
         plans.iter().for_each(|plan| plan.add_to(&mut report));
         if plans.is_empty() {
             report.line("No network is configured or in a result cache.");
@@ -124,7 +124,7 @@ impl VerbRun<'_, '_> {
         // With no valid attachments, `stale` returns all entries of the network.
         let cached = self.runtime.stale(list, &ValidAttachments::default())?;
         let mut decisions: Vec<Decision> = cached.entries.iter().map(|entry| self.check_entry(entry)).collect();
-        for (id, ifname) in &self.command.keep {
+        for (id, ifname) in &self.command.gc.keep {
             let id = AttachmentId::new(list.name(), id, ifname);
             if !cached.entries.iter().any(|entry| entry.id() == id) {
                 let reason = "named with --keep; not in the result cache".to_owned();
@@ -134,7 +134,7 @@ impl VerbRun<'_, '_> {
         let (kept, removed) = decisions.into_iter().partition(|decision| decision.is_kept);
         Ok(Plan {
             network: list.name().to_owned(),
-            changed: !self.command.dry_run && !list.disable_gc(),
+            changed: !self.command.gc.dry_run && !list.disable_gc(),
             plugins_gc_skipped: None,
             removed,
             kept,
@@ -148,7 +148,7 @@ impl VerbRun<'_, '_> {
         let decision = match self.is_named(&id) {
             true => (true, "named", "named with --keep".to_owned()),
             false => {
-                let liveness = Liveness::of(entry, self.call.machine);
+                let liveness = Liveness::of(entry, self.context.call.machine);
                 (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned())
             }
         };
@@ -157,7 +157,7 @@ impl VerbRun<'_, '_> {
 
     /// Whether `--keep` names an attachment.
     pub(super) fn is_named(&self, id: &AttachmentId) -> bool {
-        self.command.keep.iter().any(|(container, ifname)| *container == id.container_id && *ifname == id.ifname)
+        self.command.gc.keep.iter().any(|(container, ifname)| *container == id.container_id && *ifname == id.ifname)
     }
 }
 

@@ -10,56 +10,68 @@ mod sweep;
 mod valid_list;
 mod versions;
 
-use cni::skel::Verb;
-use cni::{Code, Error};
+use cni::{Code, Error, skel};
 use libcni::cache::Entry;
-use libcni::{Attachment, ConfFolder, Members, NetworkList, OnError, Runtime};
+use libcni::{Attachment, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
-use crate::call::{Call, Exit, Failure, Format, Streams, Variables, failed};
-use crate::node;
+use crate::call::{Context, Exit, Failure, Format, Streams, failed};
 use crate::report::{did_you_mean, write_json, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
 
-pub(crate) use options::{Attach, Collect, Command, Detach, Named};
+pub(crate) use options::{Command, Named, Verb};
 
 /// The input of one verb.
-struct VerbRun<'a, 'm> {
+struct VerbRun<'a> {
     command: &'a Command,
-    call: &'a Call<'m>,
-    runtime: Runtime<'m>,
-    conf_folder: ConfFolder,
+    context: &'a Context<'a>,
+    runtime: Runtime<'a>,
+}
+
+/// Runs a verb.
+///
+/// # Errors
+/// - [`Failure::Usage`] for invalid arguments, or for several result caches, unless the verb is a
+///   gc that uses all of them.
+/// - [`Failure::Failed`] with the verb's error.
+pub(crate) fn run(verb: Verb, mut context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    run_command(&Command::new(verb, &mut context)?, &context, streams)
+}
+
+/// Runs `version`.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn run_version(args: Named, context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    run_command(&Command::named(skel::Verb::Version, args), &context, streams)
 }
 
 /// Runs the verb of `command`.
 ///
 /// # Errors
-/// - [`Failure::Usage`] for several result caches, unless the verb is a gc that uses all of them.
-/// - [`Failure::Failed`] with the verb's error.
-pub(crate) fn run(command: Command, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    if !(command.verb == Verb::Gc && command.sweeps()) {
-        command.shared.require_one_cache(&command.verb_name())?;
+/// As [`run`].
+pub(crate) fn run_command(
+    command: &Command,
+    context: &Context<'_>,
+    streams: &mut Streams<'_>,
+) -> Result<Exit, Failure> {
+    if !(command.verb == skel::Verb::Gc && command.sweeps()) {
+        context.require_one_cache(&command.verb_name())?;
     }
-    let verb_run = VerbRun {
-        command: &command,
-        call,
-        runtime: command.shared.runtime(call, &streams.notes),
-        conf_folder: command.shared.conf_folder(&Variables(&call.environment)),
-    };
-    let to_failure = |error| failed(command.subject(), error, command.shared.format());
+    let verb_run = VerbRun { command, context, runtime: context.runtime() };
     let outcome = match command.verb {
-        Verb::Add => verb_run.add(streams),
-        Verb::Check => verb_run.check(streams),
-        Verb::Del => verb_run.del(streams),
-        Verb::Gc if command.sweeps() => verb_run.sweep(streams),
-        Verb::Gc => verb_run.gc(streams),
-        Verb::Status => return verb_run.status(streams).map_err(to_failure),
-        Verb::Version => return verb_run.version(streams).map_err(to_failure),
+        skel::Verb::Add => verb_run.add(streams).map(|()| Exit::Done),
+        skel::Verb::Check => verb_run.check(streams).map(|()| Exit::Done),
+        skel::Verb::Del => verb_run.del(streams).map(|()| Exit::Done),
+        skel::Verb::Gc if command.sweeps() => verb_run.sweep(streams).map(|()| Exit::Done),
+        skel::Verb::Gc => verb_run.gc(streams).map(|()| Exit::Done),
+        skel::Verb::Status => verb_run.status(streams),
+        skel::Verb::Version => verb_run.version(streams),
     };
-    outcome.map(|()| Exit::Done).map_err(to_failure)
+    outcome.map_err(|error| failed(command.subject(), error, context.format()))
 }
 
-impl VerbRun<'_, '_> {
+impl VerbRun<'_> {
     /// Attaches a namespace and prints the result.
     ///
     /// # Errors
@@ -124,7 +136,7 @@ impl VerbRun<'_, '_> {
 
     /// Prints that a verb without a result has succeeded: nothing as text, or a JSON document.
     fn print_success(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        match self.command.shared.format() {
+        match self.context.format() {
             Format::Text => Ok(()),
             Format::Json => {
                 let json = json!({"verb": self.command.verb_name(), "network": self.command.network, "ok": true});
@@ -139,8 +151,8 @@ impl VerbRun<'_, '_> {
     /// Code 7 if the network is not configured; the error of its file if the file is invalid.
     fn configuration(&self) -> Result<NetworkList, Error> {
         let name = &self.command.network;
-        self.conf_folder.find(name, &self.runtime.notes).map_err(|error| {
-            let lists = node::networks(&self.conf_folder).unwrap_or_default();
+        self.context.conf_folder().find(name, &self.runtime.notes).map_err(|error| {
+            let lists = self.context.networks().unwrap_or_default();
             let hint = did_you_mean(name, &lists.iter().map(NetworkList::name).collect::<Vec<_>>());
             match error.details() {
                 "" => error.with_details(format!("'cnitool validate' lists the configured networks{hint}")),
@@ -173,19 +185,18 @@ impl VerbRun<'_, '_> {
         let netns = match &self.command.netns {
             None => String::new(),
             Some(path) => {
-                let path = absolute(path.as_ref(), &self.call.folder).into_os_string();
+                let path = absolute(path.as_ref(), &self.context.call.folder).into_os_string();
                 path.into_string().map_err(|path| {
                     let msg = format!("the path of the namespace is not valid UTF-8: {}", path.display());
                     Error::new(Code::INVALID_ENVIRONMENT, msg)
                 })?
             }
         };
-        let variables = Variables(&self.call.environment);
-        let ifname = match &self.command.ifname {
+        let ifname = match &self.command.interface.ifname {
             Some(name) => name.clone(),
-            None => variables.find("CNI_IFNAME")?.unwrap_or_else(|| "eth0".to_owned()),
+            None => self.context.call.find("CNI_IFNAME")?.unwrap_or_else(|| "eth0".to_owned()),
         };
-        let container_id = self.command.container_id.clone().unwrap_or_else(|| container_id(&netns));
+        let container_id = self.command.interface.container_id.clone().unwrap_or_else(|| container_id(&netns));
         Ok(Attachment { container_id, netns, ifname, ..Attachment::default() })
     }
 
@@ -196,13 +207,12 @@ impl VerbRun<'_, '_> {
     /// # Errors
     /// Code 4 if a variable is malformed.
     fn fill_in(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
-        let variables = Variables(&self.call.environment);
         let cached = cached.map(|entry| &entry.attachment);
-        attachment.args = match variables.find("CNI_ARGS")? {
+        attachment.args = match self.context.call.find("CNI_ARGS")? {
             Some(text) => parse_cni_args(&text)?,
             None => cached.map(|attachment| attachment.args.clone()).unwrap_or_default(),
         };
-        attachment.capability_args = match variables.find("CAP_ARGS")? {
+        attachment.capability_args = match self.context.call.find("CAP_ARGS")? {
             Some(text) => Members::parse(&text)
                 .map_err(|error| error.with_code(Code::INVALID_ENVIRONMENT).context("failed to read CAP_ARGS"))?,
             None => cached.map(|attachment| attachment.capability_args.clone()).unwrap_or_default(),
@@ -219,7 +229,7 @@ impl VerbRun<'_, '_> {
     /// # Errors
     /// Code 4 if the path does not exist or is not a namespace.
     fn refuse_absent_netns(&self, attachment: &Attachment) -> Result<(), Error> {
-        let why = match NetnsPresence::at(&attachment.netns, self.call.machine) {
+        let why = match NetnsPresence::at(&attachment.netns, self.context.call.machine) {
             NetnsPresence::Gone(why) | NetnsPresence::OtherFile(why) => why,
             NetnsPresence::Exists | NetnsPresence::Unknown(_) => return Ok(()),
         };
@@ -227,7 +237,8 @@ impl VerbRun<'_, '_> {
         let error = Error::new(Code::INVALID_ENVIRONMENT, msg);
         let argument = self.command.netns.as_deref().unwrap_or_default().to_string_lossy();
         let suggestion = format!("/run/netns/{argument}");
-        if !argument.contains('/') && NetnsPresence::at(&suggestion, self.call.machine) == NetnsPresence::Exists {
+        if !argument.contains('/') && NetnsPresence::at(&suggestion, self.context.call.machine) == NetnsPresence::Exists
+        {
             return Err(error.with_details(format!("a path is expected; did you mean {suggestion}?")));
         }
         Err(error.with_details("'ip netns add NAME' creates one at /run/netns/NAME"))

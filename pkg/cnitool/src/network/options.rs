@@ -3,33 +3,30 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::Args;
-use cni::skel::Verb;
+use clap::{Args, Subcommand};
+use cni::skel;
 
-use crate::call::{Failure, Shared};
+use crate::call::{Context, Failure};
+use crate::help;
 
-/// A verb of a network with its arguments.
-#[derive(Debug)]
-pub(crate) struct Command {
-    pub(super) verb: Verb,
-    /// The network's name; empty for all networks.
-    pub(super) network: String,
-    /// The path of the namespace as the user gave it, which may be relative.
-    pub(super) netns: Option<OsString>,
-    pub(super) ifname: Option<String>,
-    pub(super) container_id: Option<String>,
-    /// del: whether the other plugins are called after an error.
-    pub(super) keep_going: bool,
-    /// gc: the container IDs and interface names of attachments that are kept even without a
-    /// namespace.
-    pub(super) keep: Vec<(String, String)>,
-    /// gc: whether it runs even if no attachment is valid or a cache entry cannot be read.
-    pub(super) all: bool,
-    /// gc: whether it only prints what would be removed.
-    pub(super) dry_run: bool,
-    /// gc: how it finds the attachments that it may remove.
-    pub(super) sweep: SweepOptions,
-    pub(super) shared: Shared,
+/// The verbs of a network that run its plugins.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Attach a network namespace to a network; prints the result
+    #[command(before_help = help::ADD, after_help = help::AFTER_ADD)]
+    Add(Attach),
+    /// Check that an attachment is as add left it
+    #[command(before_help = help::CHECK, after_help = help::AFTER_CHECK)]
+    Check(Attach),
+    /// Detach a network namespace; succeeds if it is not attached any more
+    #[command(before_help = help::DEL, after_help = help::AFTER_DEL)]
+    Del(Detach),
+    /// Remove everything of attachments that are not valid any more
+    #[command(before_help = help::GC, after_help = help::AFTER_GC)]
+    Gc(Collect),
+    /// Check that the plugins can handle an add
+    #[command(before_help = help::STATUS, after_help = help::AFTER_STATUS)]
+    Status(Named),
 }
 
 /// The arguments of `add` and `check`.
@@ -60,14 +57,14 @@ pub(crate) struct Detach {
 }
 
 /// The arguments that select the interface and the container.
-#[derive(Debug, Args)]
-pub(crate) struct Interface {
+#[derive(Debug, Default, Args)]
+pub(super) struct Interface {
     /// The interface's name in the namespace [default: CNI_IFNAME or eth0]
     #[arg(long, short, value_name = "NAME")]
-    ifname: Option<String>,
+    pub(super) ifname: Option<String>,
     /// The container's ID [default: derived from NETNS]
     #[arg(long, value_name = "ID")]
-    container_id: Option<String>,
+    pub(super) container_id: Option<String>,
 }
 
 /// The arguments of `gc`.
@@ -78,22 +75,22 @@ pub(crate) struct Collect {
     /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
-    /// Keep this attachment; can be repeated
-    #[arg(long, value_name = "ID/IFNAME", value_parser = parse_attachment)]
-    keep: Vec<(String, String)>,
-    /// Run even if no attachment is valid, or a cache entry cannot be read
-    #[arg(long)]
-    all: bool,
-    /// Print what would be removed, and change nothing
-    #[arg(long)]
-    dry_run: bool,
     #[command(flatten)]
-    sweep: SweepOptions,
+    options: GcOptions,
 }
 
-/// The arguments of `gc` without a network or with a list of valid attachments.
+/// The options of `gc`.
 #[derive(Debug, Default, Args)]
-pub(crate) struct SweepOptions {
+pub(super) struct GcOptions {
+    /// Keep this attachment; can be repeated
+    #[arg(long, value_name = "ID/IFNAME", value_parser = parse_attachment)]
+    pub(super) keep: Vec<(String, String)>,
+    /// Run even if no attachment is valid, or a cache entry cannot be read
+    #[arg(long)]
+    pub(super) all: bool,
+    /// Print what would be removed, and change nothing
+    #[arg(long)]
+    pub(super) dry_run: bool,
     /// The valid ones: ID/IFNAME lines or 'crictl pods -o json'; - is stdin
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     pub(super) valid_from: Option<PathBuf>,
@@ -118,7 +115,67 @@ pub(crate) struct Named {
     netns: Option<OsString>,
 }
 
+/// A verb of a network with its arguments.
+#[derive(Debug)]
+pub(crate) struct Command {
+    pub(super) verb: skel::Verb,
+    /// The network's name; empty for all networks.
+    pub(super) network: String,
+    /// The path of the namespace as the user gave it, which may be relative.
+    pub(super) netns: Option<OsString>,
+    pub(super) interface: Interface,
+    /// del: whether the other plugins are called after an error.
+    pub(super) keep_going: bool,
+    pub(super) gc: GcOptions,
+}
+
 impl Command {
+    /// Returns the command for a verb's arguments. A gc of all networks also gets Multus' result
+    /// cache. An empty path counts as a missing path.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if the path is missing, for `del` without a container ID.
+    pub(crate) fn new(verb: Verb, context: &mut Context<'_>) -> Result<Command, Failure> {
+        let attach = |verb, Attach { network, netns, interface }| Command {
+            netns: Some(netns),
+            interface,
+            ..Command::of_network(verb, Some(network))
+        };
+        let mut command = match verb {
+            Verb::Add(args) => attach(skel::Verb::Add, args),
+            Verb::Check(args) => attach(skel::Verb::Check, args),
+            Verb::Del(Detach { network, netns, interface, keep_going }) => {
+                Command { netns, interface, keep_going, ..Command::of_network(skel::Verb::Del, Some(network)) }
+            }
+            Verb::Status(args) => return Ok(Command::named(skel::Verb::Status, args)),
+            Verb::Gc(Collect { network, netns: _, options }) => {
+                if network.is_none() {
+                    context.add_multus();
+                }
+                return Ok(Command { gc: options, ..Command::of_network(skel::Verb::Gc, network) });
+            }
+        };
+        command.netns = command.netns.filter(|path| !path.is_empty());
+        let msg = match command.verb {
+            _ if command.netns.is_some() => return Ok(command),
+            skel::Verb::Del if command.interface.container_id.is_some() => return Ok(command),
+            skel::Verb::Del => "the path of the network namespace or --container-id is expected",
+            _ => "the path of a network namespace is expected",
+        };
+        Err(Failure::Usage { verb: command.verb_name(), msg: msg.to_owned() })
+    }
+
+    /// Returns the command of `verb`, which is `Status` or `Version`.
+    pub(super) fn named(verb: skel::Verb, args: Named) -> Command {
+        Command::of_network(verb, args.network)
+    }
+
+    /// Returns a command with default options.
+    fn of_network(verb: skel::Verb, network: Option<String>) -> Command {
+        let (network, interface, gc) = (network.unwrap_or_default(), Interface::default(), GcOptions::default());
+        Command { verb, network, netns: None, interface, keep_going: false, gc }
+    }
+
     /// Returns the verb's name on the command line.
     pub(super) fn verb_name(&self) -> String {
         self.verb.as_str().to_ascii_lowercase()
@@ -127,77 +184,13 @@ impl Command {
     /// Whether a gc finds attachments in all places and removes each by its own DEL, instead of
     /// running the plugins' GC of one network.
     pub(super) fn sweeps(&self) -> bool {
-        let SweepOptions { valid_from, min_age, unknown, plugins } = &self.sweep;
+        let GcOptions { valid_from, min_age, unknown, plugins, .. } = &self.gc;
         self.network.is_empty() || valid_from.is_some() || min_age.is_some() || *unknown || *plugins
     }
 
     /// Returns the verb and the network's name, if it has one, for error messages.
     pub(crate) fn subject(&self) -> String {
         format!("{} {}", self.verb_name(), self.network).trim_end().to_owned()
-    }
-
-    /// Returns a command with default options.
-    fn new(verb: Verb, network: String, shared: Shared) -> Command {
-        Command {
-            verb,
-            network,
-            netns: None,
-            ifname: None,
-            container_id: None,
-            keep_going: false,
-            keep: Vec::new(),
-            all: false,
-            dry_run: false,
-            sweep: SweepOptions::default(),
-            shared,
-        }
-    }
-}
-
-impl Attach {
-    /// Converts the arguments to the command `verb`, which is `Add` or `Check`.
-    ///
-    /// # Errors
-    /// [`Failure::Usage`] if the path is empty.
-    pub(crate) fn into_command(self, verb: Verb, shared: Shared) -> Result<Command, Failure> {
-        let Attach { network, netns, interface: Interface { ifname, container_id } } = self;
-        if netns.is_empty() {
-            let msg = "the path of a network namespace is expected".to_owned();
-            return Err(Failure::Usage { verb: verb.as_str().to_ascii_lowercase(), msg });
-        }
-        Ok(Command { netns: Some(netns), ifname, container_id, ..Command::new(verb, network, shared) })
-    }
-}
-
-impl Detach {
-    /// Converts the arguments to the command `del`. Treats an empty path like a missing path.
-    ///
-    /// # Errors
-    /// [`Failure::Usage`] if there is neither a path nor a container ID.
-    pub(crate) fn into_command(self, shared: Shared) -> Result<Command, Failure> {
-        let Detach { network, netns, interface: Interface { ifname, container_id }, keep_going } = self;
-        let netns = netns.filter(|path| !path.is_empty());
-        if netns.is_none() && container_id.is_none() {
-            let msg = "the path of the network namespace or --container-id is expected".to_owned();
-            return Err(Failure::Usage { verb: "del".to_owned(), msg });
-        }
-        Ok(Command { netns, ifname, container_id, keep_going, ..Command::new(Verb::Del, network, shared) })
-    }
-}
-
-impl Collect {
-    /// Converts the arguments to the command `gc`.
-    pub(crate) fn into_command(self, shared: Shared) -> Command {
-        let Collect { network, netns: _, keep, all, dry_run, sweep } = self;
-        let shared = if network.is_none() { shared.with_multus() } else { shared };
-        Command { keep, all, dry_run, sweep, ..Command::new(Verb::Gc, network.unwrap_or_default(), shared) }
-    }
-}
-
-impl Named {
-    /// Converts the arguments to the command `verb`, which is `Status` or `Version`.
-    pub(crate) fn into_command(self, verb: Verb, shared: Shared) -> Command {
-        Command::new(verb, self.network.unwrap_or_default(), shared)
     }
 }
 

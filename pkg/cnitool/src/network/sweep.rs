@@ -55,7 +55,7 @@ struct Evidence {
     unreadable: Vec<String>,
 }
 
-impl VerbRun<'_, '_> {
+impl VerbRun<'_> {
     /// Runs `cnitool gc` without a network or with `--valid-from`: prints which attachments are
     /// kept and removed, and removes the latter unless `--dry-run` is given.
     ///
@@ -66,15 +66,15 @@ impl VerbRun<'_, '_> {
     /// - Code 5 if stdout cannot be written.
     /// - The errors of the plugins' DEL and GC, as one error.
     pub(super) fn sweep(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let (options, notes) = (&self.command.sweep, &self.runtime.notes);
+        let options = &self.command.gc;
         let began = SystemTime::now();
-        let snapshot = Snapshot::take(&self.command.shared, self.call, notes)?;
+        let snapshot = Snapshot::take(self.context)?;
         let path = options
             .valid_from
             .as_deref()
-            .map(|path| if path.as_os_str() == "-" { path.to_owned() } else { self.call.folder.join(path) });
+            .map(|path| if path.as_os_str() == "-" { path.to_owned() } else { self.context.call.folder.join(path) });
         let list = path.map(|path| ValidList::read(&path, began)).transpose()?;
-        if list.as_ref().is_some_and(ValidList::is_empty) && !self.command.all && !self.command.dry_run {
+        if list.as_ref().is_some_and(ValidList::is_empty) && !self.command.gc.all && !self.command.gc.dry_run {
             let msg = "the list of valid attachments names none, so everything would be removed";
             return Err(Error::new(REFUSED, msg).with_details("confirm with --all if this node has no pods"));
         }
@@ -131,7 +131,7 @@ impl VerbRun<'_, '_> {
                 change(network.attachments.entry((id.container_id.clone(), id.ifname.clone())).or_default());
             }
         };
-        let caches = self.command.shared.caches();
+        let caches = self.context.caches();
         for entry in &snapshot.attachments.cached {
             let id = entry.id();
             let written = caches.iter().filter_map(|cache| cache.written_at(&id)).max();
@@ -183,13 +183,13 @@ impl VerbRun<'_, '_> {
             evidence.unreadable.iter().filter(|line| line.contains(&prefix)).cloned().collect();
         let why_skipped = match () {
             () if disables_gc => Some("disableGC is set in its configuration"),
-            () if !self.command.sweep.plugins => Some("it is only run with --plugins"),
-            () if !self.command.all && (kept.is_empty() || !unreadable.is_empty()) => {
+            () if !self.command.gc.plugins => Some("it is only run with --plugins"),
+            () if !self.command.gc.all && (kept.is_empty() || !unreadable.is_empty()) => {
                 Some("no attachment is known to be in use, or a cache entry cannot be read; --all runs it")
             }
             () => None,
         };
-        let (changed, plugins_gc_skipped) = (!self.command.dry_run && !disables_gc, why_skipped.map(str::to_owned));
+        let (changed, plugins_gc_skipped) = (!self.command.gc.dry_run && !disables_gc, why_skipped.map(str::to_owned));
         Plan { network: name.to_owned(), changed, plugins_gc_skipped, removed, kept, unreadable }
     }
 
@@ -207,7 +207,7 @@ impl VerbRun<'_, '_> {
             }
             Some(_) => "the list of valid attachments does not name it",
             None if !traces.entries.is_empty() => {
-                let liveness = traces.entries.iter().map(|entry| Liveness::of(entry, self.call.machine));
+                let liveness = traces.entries.iter().map(|entry| Liveness::of(entry, self.context.call.machine));
                 // `false` is less than `true`: the first one that is in use decides.
                 let Some(liveness) = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_))) else {
                     return (true, "unknown", "it has no cache entry".to_owned());
@@ -221,7 +221,7 @@ impl VerbRun<'_, '_> {
             None if evidence.unreadable.iter().any(|line| line.contains(&id.container_id)) => {
                 return (true, "unknown", "its file in a result cache cannot be read".to_owned());
             }
-            None if !self.command.sweep.unknown => {
+            None if !self.command.gc.unknown => {
                 return (true, "unknown", "no result cache has it; --unknown removes it".to_owned());
             }
             None => "no result cache has it",
@@ -229,7 +229,7 @@ impl VerbRun<'_, '_> {
         match traces.since {
             Some(since) if evidence.is_young(since) => (true, "young", format!("{what}, but it is too young")),
             Some(_) => (false, "over", what.to_owned()),
-            None if self.command.sweep.unknown => (false, "over", what.to_owned()),
+            None if self.command.gc.unknown => (false, "over", what.to_owned()),
             None => (true, "unknown", format!("{what}, but its age is not known; --unknown removes it")),
         }
     }
@@ -238,7 +238,7 @@ impl VerbRun<'_, '_> {
     /// ADD, or otherwise with each configuration of its network. Returns the errors.
     fn remove(&self, id: &AttachmentId, lists: &[NetworkList], evidence: &Evidence) -> Vec<Error> {
         let mut outcomes: Vec<Result<(), Error>> = Vec::new();
-        for cache in self.command.shared.caches() {
+        for cache in self.context.caches() {
             let entry = match cache.find(id) {
                 Ok(Some(entry)) => entry,
                 Ok(None) => continue,
@@ -249,7 +249,7 @@ impl VerbRun<'_, '_> {
             };
             // Another ADD may have created it again since the decision.
             let is_over = evidence.list.is_some()
-                || matches!(Liveness::of(&entry, self.call.machine), Liveness::ContainerGone(_));
+                || matches!(Liveness::of(&entry, self.context.call.machine), Liveness::ContainerGone(_));
             if !is_over || (evidence.list.is_some() && cache.written_at(id).is_none_or(|at| evidence.is_young(at))) {
                 outcomes.push(Ok(()));
                 continue;

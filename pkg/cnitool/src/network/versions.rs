@@ -8,10 +8,9 @@ use serde_json::{Value, json};
 
 use super::VerbRun;
 use crate::call::{Exit, Format, Streams};
-use crate::node;
 use crate::report::{Report, error_json};
 
-impl VerbRun<'_, '_> {
+impl VerbRun<'_> {
     /// Runs `cnitool status`: runs STATUS of the plugins, and prints the outcome for each network.
     ///
     /// # Errors
@@ -66,7 +65,7 @@ impl VerbRun<'_, '_> {
     /// As [`configuration`](VerbRun::configuration).
     fn lists(&self) -> Result<Vec<NetworkList>, Error> {
         match self.command.network.is_empty() {
-            true => node::networks(&self.conf_folder),
+            true => self.context.networks(),
             false => Ok(vec![self.configuration()?]),
         }
     }
@@ -82,9 +81,9 @@ impl VerbRun<'_, '_> {
         errors: Vec<Error>,
         streams: &mut Streams<'_>,
     ) -> Result<Exit, Error> {
-        let format = self.command.shared.format();
+        let format = self.context.format();
         if networks.is_empty() {
-            report.line(format_args!("No network is configured in {}.", self.conf_folder.path().display()));
+            report.line(format_args!("No network is configured in {}.", self.context.conf_folder().path().display()));
         }
         report.set("networks", networks);
         report.write(streams, format)?;

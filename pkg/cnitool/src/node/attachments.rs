@@ -7,14 +7,13 @@
 
 use cni::machine::Machine;
 use cni::result::AddResult;
-use cni::rollback::Notes;
 use cni::{AttachmentId, Error};
 use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::cache::{Entry, Listing};
 
 use super::result_of;
-use crate::call::Shared;
+use crate::call::Context;
 use crate::target::NetnsPresence;
 
 /// Whether an attachment is in use, as far as is known.
@@ -80,13 +79,13 @@ pub(crate) struct Attachments {
 
 impl Attachments {
     /// Reads the attachments of this node. Reads only the cache entries of `network` if it is
-    /// given. Problems with single files are written to `notes`.
+    /// given. Problems with single files become notes.
     ///
     /// # Errors
     /// Code 5 if the result cache cannot be read; the kernel's error if the links cannot be listed.
-    pub(crate) fn read(shared: &Shared, network: Option<&str>, notes: &Notes) -> Result<Attachments, Error> {
-        let Listing { entries: cached, problems } = read_caches(shared, network)?;
-        problems.iter().for_each(|problem| notes.note(format_args!("ignored: {problem}")));
+    pub(crate) fn read(context: &Context<'_>, network: Option<&str>) -> Result<Attachments, Error> {
+        let Listing { entries: cached, problems } = read_caches(context, network)?;
+        problems.iter().for_each(|problem| context.notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
         let aliased = |link: &Link| Some((attachment_in_alias(link, &cached)?, link.clone()));
         let aliased_links = links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
@@ -191,9 +190,9 @@ impl Attachments {
 ///
 /// # Errors
 /// Code 5 if a cache cannot be read.
-pub(crate) fn read_caches(shared: &Shared, network: Option<&str>) -> Result<Listing, Error> {
+pub(crate) fn read_caches(context: &Context<'_>, network: Option<&str>) -> Result<Listing, Error> {
     let mut all = Listing::default();
-    for cache in shared.caches() {
+    for cache in context.caches() {
         let Listing { entries, problems } = network.map_or_else(|| cache.list_all(), |name| cache.list(name))?;
         all.entries.extend(entries);
         all.problems.extend(problems);

@@ -13,8 +13,8 @@ use plugin_dhcp::leases;
 use plugin_host_local::Pool;
 
 use super::attachments::{Attachments, CheckedReservation, read_caches};
-use super::{networks, plugin_confs};
-use crate::call::{Call, Shared, Variables};
+use super::plugin_confs;
+use crate::call::Context;
 use crate::report::did_you_mean;
 
 /// The percentage of used addresses at which a range set is nearly full.
@@ -27,12 +27,10 @@ pub(crate) fn used_percent(usage: &Usage) -> u128 {
 }
 
 /// Finds and opens the stores of reservations.
-pub(crate) struct IpamContext<'a, 'm> {
-    pub(crate) shared: &'a Shared,
-    pub(crate) call: &'a Call<'m>,
+pub(crate) struct IpamContext<'a> {
+    pub(crate) context: &'a Context<'a>,
     /// The value of `--data-dir`.
     pub(crate) data_dir: Option<&'a Path>,
-    pub(crate) notes: Notes,
 }
 
 /// The folder of a network's reservations, and the network's ranges.
@@ -62,7 +60,7 @@ impl NetworkPool {
     }
 }
 
-impl IpamContext<'_, '_> {
+impl IpamContext<'_> {
     /// Returns the pools of all networks that use host-local or have reservations, sorted by
     /// network and folder. After a change of its `dataDir`, a network may have several pools.
     ///
@@ -70,7 +68,7 @@ impl IpamContext<'_, '_> {
     /// Code 5 if a folder cannot be read.
     pub(crate) fn list_pools(&self) -> Result<Vec<NetworkPool>, Error> {
         let mut pools = Vec::new();
-        for list in networks(&self.shared.conf_folder(&Variables(&self.call.environment)))? {
+        for list in self.context.networks()? {
             pools.extend(self.find_configured_pool(&list));
         }
         let mut folders: Vec<PathBuf> = match self.data_dir {
@@ -130,7 +128,7 @@ impl IpamContext<'_, '_> {
     fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
         // If the runtime sets the ranges (`ipRanges`), they are only known from the capability
         // arguments of an attachment in the result cache.
-        let cached = read_caches(self.shared, Some(list.name())).unwrap_or_default().entries;
+        let cached = read_caches(self.context, Some(list.name())).unwrap_or_default().entries;
         let capability_args = cached.last().map(|entry| &entry.attachment.capability_args);
         for plugin in list.plugins() {
             // `cnitool validate` reports an invalid configuration.
@@ -163,7 +161,7 @@ impl IpamContext<'_, '_> {
     /// # Errors
     /// Code 11 if the lock is held for too long, 5 if the folder or the lock file cannot be opened.
     pub(crate) fn lock(&self, pool: &NetworkPool) -> Result<Option<Locked>, Error> {
-        pool.store(&self.notes).lock_existing(pool.lock_timeout, self.call.machine)
+        pool.store(&self.context.notes).lock_existing(pool.lock_timeout, self.context.call.machine)
     }
 
     /// Lists the reservations of a pool. Writes a note for each file that could not be read.
@@ -175,7 +173,7 @@ impl IpamContext<'_, '_> {
             Some(mut locked) => locked.list()?,
             None => Listed { reservations: Vec::new(), unread: Vec::new(), unusual: Vec::new(), cooling: Vec::new() },
         };
-        listed.unread.iter().for_each(|(_, error)| self.notes.note(error));
+        listed.unread.iter().for_each(|(_, error)| self.context.notes.note(error));
         Ok(listed)
     }
 
@@ -189,8 +187,8 @@ impl IpamContext<'_, '_> {
         network: &str,
         reservations: Vec<Reservation>,
     ) -> Result<Vec<CheckedReservation>, Error> {
-        let attachments = Attachments::read(self.shared, Some(network), &self.notes)?;
-        Ok(attachments.check_reservations(network, reservations, self.call.machine))
+        let attachments = Attachments::read(self.context, Some(network))?;
+        Ok(attachments.check_reservations(network, reservations, self.context.call.machine))
     }
 }
 

@@ -12,24 +12,24 @@ use cni::json::Json;
 use cni::result::AddResult;
 use cni::version::Version;
 use libcni::cache::Entry;
-use libcni::{ConfFile, ConfFolder, NetworkList};
+use libcni::{ConfFile, NetworkList};
 
-/// Returns the valid configured networks, sorted by name. If several files define the same network,
-/// the first one in the order of [`by_precedence`] is used, as in runtimes.
-///
-/// # Errors
-/// Code 5 if the folder cannot be read.
-pub(crate) fn networks(folder: &ConfFolder) -> Result<Vec<NetworkList>, Error> {
-    let mut chosen: Vec<NetworkList> = Vec::new();
-    for ConfFile { list, .. } in by_precedence(folder.files()?) {
-        if let Ok(list) = list
-            && !chosen.iter().any(|other| other.name() == list.name())
-        {
-            chosen.push(list);
-        }
+use crate::call::Context;
+
+impl Context<'_> {
+    /// Returns the valid configured networks, sorted by name. If several files define the same
+    /// network, the first one in the order of [`by_precedence`] is used, as in runtimes.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    pub(crate) fn networks(&self) -> Result<Vec<NetworkList>, Error> {
+        let files = by_precedence(self.conf_folder().files()?);
+        let mut lists: Vec<NetworkList> = files.into_iter().filter_map(|file| file.list.ok()).collect();
+        // The sort is stable, so the first file of a network stays the first.
+        lists.sort_by(|a, b| a.name().cmp(b.name()));
+        lists.dedup_by(|later, first| later.name() == first.name());
+        Ok(lists)
     }
-    chosen.sort_by(|a, b| a.name().cmp(b.name()));
-    Ok(chosen)
 }
 
 /// Sorts files in the order in which runtimes search them for a network: files named `*.conflist`

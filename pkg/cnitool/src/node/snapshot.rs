@@ -16,8 +16,8 @@ use plugin_tuning::Saved;
 
 use super::attachments::{Attachments, CheckedReservation, attachment_in_alias};
 use super::ipam::{IpamContext, NetworkPool, sockets};
-use super::{bridges_of, confs_of_type, networks};
-use crate::call::{Call, Shared, Variables};
+use super::{bridges_of, confs_of_type};
+use crate::call::Context;
 
 /// A pool of host-local, and what is in its folder.
 pub(crate) struct ListedPool {
@@ -91,25 +91,25 @@ impl Snapshot {
     /// - Code 6 if the `dataDir` of a configuration has the wrong type.
     /// - Code 11 if the lock of reservations is held for too long.
     /// - The kernel's error if the links or the packet filter rules cannot be listed.
-    pub(crate) fn take(shared: &Shared, call: &Call<'_>, notes: &Notes) -> Result<Snapshot, Error> {
-        let networks = networks(&shared.conf_folder(&Variables(&call.environment)))?;
-        let attachments = Attachments::read(shared, None, notes)?;
+    pub(crate) fn take(context: &Context<'_>) -> Result<Snapshot, Error> {
+        let (networks, notes, machine) = (context.networks()?, &context.notes, context.call.machine);
+        let attachments = Attachments::read(context, None)?;
         // Other programs use ifbs too, under other names.
         let is_own = |link: &&Link| link.is_ifb() && AttachmentId::is_ifb_name(&link.name);
         let ifbs = attachments.links.iter().filter(is_own);
         let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb, &attachments.cached), ifb.clone())).collect();
-        let ipam = IpamContext { shared, call, data_dir: None, notes: notes.clone() };
+        let ipam = IpamContext { context, data_dir: None };
         let mut pools = Vec::new();
         for pool in ipam.list_pools()? {
             let Listed { reservations, unusual, .. } = ipam.list_reservations(&pool)?;
-            let reservations = attachments.check_reservations(&pool.network, reservations, call.machine);
+            let reservations = attachments.check_reservations(&pool.network, reservations, machine);
             pools.push(ListedPool { pool, reservations, unusual });
         }
         let mut leases = Vec::new();
         for socket in sockets(&networks) {
             leases.extend(leases::list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
         }
-        let rules = list_container_rules(call.machine, notes)?;
+        let rules = list_container_rules(machine, notes)?;
         let backups = read_backups(&networks, notes)?;
         let records = read_records(&networks)?;
         Ok(Snapshot { networks, attachments, ifbs, rules, backups, records, pools, leases })

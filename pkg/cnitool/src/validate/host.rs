@@ -12,22 +12,16 @@ use serde_json::{Value, json};
 
 use super::chain::have_common_address;
 use super::{Problem, document, has_error};
-use crate::call::{Call, Shared, Variables};
-use crate::node::{confs_of_type, networks, plugin_confs};
+use crate::call::Context;
+use crate::node::{confs_of_type, plugin_confs};
 
 /// The first version that has STATUS.
 const STATUS_VERSION: &str = "1.1.0";
 
 /// Returns the problems that the document has on this host. `problems_everywhere` are the problems
 /// that it has on every host.
-pub(super) fn check(
-    document: &Value,
-    problems_everywhere: &[Problem],
-    shared: &Shared,
-    call: &Call<'_>,
-    notes: &Notes,
-) -> Vec<Problem> {
-    let runtime = shared.runtime(call, notes);
+pub(super) fn check(document: &Value, problems_everywhere: &[Problem], context: &Context<'_>) -> Vec<Problem> {
+    let runtime = context.runtime();
     let mut problems = missing_plugins(document, &runtime);
     let Some(list) = load(document) else { return problems };
     // STATUS checks that the kernel supports what the plugins need. It is not run after an error,
@@ -36,7 +30,7 @@ pub(super) fn check(
         problems.extend(check_status(document, &runtime));
     }
     problems.extend(default_route_losses(&list, document));
-    problems.extend(conflicts(&list, document, shared, call));
+    problems.extend(conflicts(&list, document, context));
     problems
 }
 
@@ -133,15 +127,14 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
 
 /// Returns a warning for each range, host port and ipvlan mode that conflicts with another
 /// configured network. `document` is the file of the network `list`.
-fn conflicts(list: &NetworkList, document: &Value, shared: &Shared, call: &Call<'_>) -> Vec<Problem> {
-    let folder = shared.conf_folder(&Variables(&call.environment));
+fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec<Problem> {
     let (own_ranges, own_mappings, own_modes) = (ranges(list), port_mappings(list), ipvlan_modes(list));
     let mut problems = Vec::new();
     let mut warn = |index: usize, key: &str, what: String| {
         problems.push(Problem::warning(path_of(document, index, key), what));
     };
     // If the folder cannot be read, no other network is known.
-    for other in networks(&folder).unwrap_or_default() {
+    for other in context.networks().unwrap_or_default() {
         if other.name() == list.name() {
             continue;
         }

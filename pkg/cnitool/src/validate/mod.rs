@@ -16,13 +16,12 @@ use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use cni::rollback::Notes;
 use cni::{Code, Error};
 use libcni::{ConfFile, ConfFolder, NetworkList};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::call::{Call, Exit, Shared, Streams, Variables};
+use crate::call::{Context, Exit, Streams};
 use crate::node;
 use crate::report::{Colour, Report, counted, did_you_mean};
 
@@ -112,9 +111,9 @@ struct CheckedFile {
 /// # Errors
 /// - Code 5 if a file or a folder cannot be read, or stdout cannot be written.
 /// - Code 7 if a network in the arguments is not configured.
-pub(crate) fn run(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    let host = if args.file_only { None } else { Some((shared, call)) };
-    let folder = shared.conf_folder(&Variables(&call.environment));
+pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    let host = if args.file_only { None } else { Some(context) };
+    let folder = context.conf_folder();
     let configured = folder.files();
     let has_name = |file: &&ConfFile, name: &Path| file.name.as_ref().is_some_and(|found| Path::new(found) == name);
     let mut files: Vec<CheckedFile> = Vec::new();
@@ -125,12 +124,12 @@ pub(crate) fn run(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &m
         let of_network = configured.iter().flatten().filter(|file| has_name(file, path));
         let of_network: Vec<PathBuf> = of_network.map(|file| file.path.clone()).collect();
         if !of_network.is_empty() {
-            list(&mut files, of_network, host, &streams.notes);
+            list(&mut files, of_network, host);
         } else if path.is_dir() {
-            list(&mut files, paths(ConfFolder::new(path).files()?), host, &streams.notes);
+            list(&mut files, paths(ConfFolder::new(path).files()?), host);
         } else if path.components().count() > 1 || path.as_os_str() == "-" || path.exists() {
             is_listing = false;
-            files.push(check_file(path, host, &streams.notes)?);
+            files.push(check_file(path, host)?);
         } else {
             let names: Vec<&str> = configured.iter().flatten().filter_map(|file| file.name.as_deref()).collect();
             let msg = format!("no net configuration with name {path:?} in {}", folder.path().display());
@@ -139,7 +138,7 @@ pub(crate) fn run(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &m
         }
     }
     if args.subjects.is_empty() {
-        list(&mut files, paths(configured?), host, &streams.notes);
+        list(&mut files, paths(configured?), host);
     }
     let mut report = Report::new(streams);
     let none = format!("No network is configured in {}.", folder.path().display());
@@ -156,7 +155,7 @@ pub(crate) fn run(args: &Validate, shared: &Shared, call: &Call<'_>, streams: &m
     }
     report.set("networks", &files);
     report.set("folder", folder.path().display().to_string());
-    report.write(streams, shared.format())?;
+    report.write(streams, context.format())?;
     let is_accepted = |file: &CheckedFile| file.sound && (file.problems.is_empty() || !args.strict);
     // A file that is never used does no harm.
     let mut relevant = files.iter().filter(|file| file.used || !file.loads || !is_listing);
@@ -169,9 +168,9 @@ fn paths(files: Vec<ConfFile>) -> Vec<PathBuf> {
 }
 
 /// Checks files of a folder. A file that cannot be read has this problem.
-fn list(files: &mut Vec<CheckedFile>, paths: Vec<PathBuf>, host: Option<(&Shared, &Call<'_>)>, notes: &Notes) {
+fn list(files: &mut Vec<CheckedFile>, paths: Vec<PathBuf>, host: Option<&Context<'_>>) {
     for path in paths {
-        let mut checked = check_file(&path, host, notes)
+        let mut checked = check_file(&path, host)
             .unwrap_or_else(|error| CheckedFile::new(&path, None, vec![Problem::error("", error.to_string())]));
         let is_shadowed = files.iter().any(|earlier| earlier.used && earlier.network == checked.network);
         if checked.used && is_shadowed {
@@ -227,7 +226,7 @@ fn summary(problems: &[Problem]) -> String {
 ///
 /// # Errors
 /// Code 5 if the file cannot be read.
-fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, notes: &Notes) -> Result<CheckedFile, Error> {
+fn check_file(path: &Path, host: Option<&Context<'_>>) -> Result<CheckedFile, Error> {
     /// The largest network that is read from stdin, in bytes, as for files.
     const MAX_LENGTH: u64 = 16 << 20;
     let is_stdin = path.as_os_str() == "-";
@@ -256,8 +255,8 @@ fn check_file(path: &Path, host: Option<(&Shared, &Call<'_>)>, notes: &Notes) ->
             {
                 problems.push(problem);
             }
-            if let Some((shared, call)) = host {
-                problems.extend(host::check(&document, &problems, shared, call, notes));
+            if let Some(context) = host {
+                problems.extend(host::check(&document, &problems, context));
             }
         }
     }
