@@ -8,7 +8,7 @@ use std::fmt::Display;
 
 use cni::version::Version;
 use cni::{Code, Error};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value, json};
 
 use crate::call::{ColorMode, Exit, Failure, Format, Streams, own_uid};
@@ -154,8 +154,59 @@ impl Report {
     }
 }
 
+/// The properties of an object, each with its name in JSON. The first one identifies the object.
+pub(crate) type Fields = Vec<(&'static str, Value)>;
+
+/// An object of an attachment, and whether it is as expected: whether it agrees with the
+/// attachment's result and configuration, or there is nothing to compare it with.
+#[derive(Clone)]
+pub(crate) struct Fact {
+    /// The kind of object, which is the first column: `address`, `route`, …
+    pub(crate) kind: &'static str,
+    pub(crate) fields: Fields,
+    /// What is not as expected.
+    pub(crate) problem: Option<String>,
+}
+
+impl Fact {
+    /// Returns a fact that is as expected.
+    pub(crate) fn fine(kind: &'static str, fields: impl Into<Fields>) -> Fact {
+        Fact { kind, fields: fields.into(), problem: None }
+    }
+
+    /// Returns a fact that is not as expected.
+    pub(crate) fn differs(kind: &'static str, fields: impl Into<Fields>, problem: impl Into<String>) -> Fact {
+        Fact { kind, fields: fields.into(), problem: Some(problem.into()) }
+    }
+
+    /// Returns the properties and the problem for people: `eth0, type veth, mtu 1500`.
+    pub(crate) fn text(&self) -> String {
+        let (mut texts, mut place) = (Vec::new(), String::new());
+        for (position, (key, value)) in self.fields.iter().enumerate() {
+            let name = words(key.trim_end_matches("Seconds"));
+            match value {
+                Value::Null | Value::Bool(false) => {}
+                Value::Bool(true) => texts.push(name),
+                _ if position == 0 => texts.push(cell(key, value)),
+                _ if ["place", "folder", "file", "socket"].contains(key) => place = format!("  [{}]", cell(key, value)),
+                _ => texts.push(format!("{name} {}", cell(key, value))),
+            }
+        }
+        let separator = if texts.is_empty() || self.problem.is_none() { "" } else { ": " };
+        format!("{}{place}{separator}{}", texts.join(", "), self.problem.as_deref().unwrap_or_default())
+    }
+}
+
+impl Serialize for Fact {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let verdict =
+            [("kind", json!(self.kind)), ("ok", json!(self.problem.is_none())), ("problem", json!(self.problem))];
+        serializer.collect_map(verdict.into_iter().chain(self.fields.iter().cloned()))
+    }
+}
+
 /// Returns the words of a field's name: `vlan filtering` for `vlanFiltering`.
-pub(crate) fn words(name: &str) -> String {
+fn words(name: &str) -> String {
     let spaced = name.replace("ID", "Id").chars().fold(String::new(), |text, c| match c.is_uppercase() {
         true => format!("{text} {}", c.to_ascii_lowercase()),
         false => format!("{text}{c}"),
@@ -164,7 +215,7 @@ pub(crate) fn words(name: &str) -> String {
 }
 
 /// Returns the text of a field's value in a table.
-pub(crate) fn cell(column: &str, value: &Value) -> String {
+fn cell(column: &str, value: &Value) -> String {
     match value {
         Value::Null | Value::Bool(false) => String::new(),
         Value::Bool(true) => "yes".to_owned(),

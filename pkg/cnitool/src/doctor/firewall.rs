@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
-use cni_firewall::container_rules::Purpose;
 use cni_linux::{Link, program, sysctl};
 use serde_json::Value;
 
 use super::{CheckOutcome, Examined};
+use crate::node::objects::HOST_PORT;
 use crate::node::result_of;
 
 /// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
@@ -89,7 +89,7 @@ impl BridgeNames {
     fn of(node: &Examined<'_>, bridge: &Link) -> BridgeNames {
         let entries = node.snapshot.attachments.entries_on_bridge(bridge);
         let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
-        let mut host_ports = node.snapshot.rules.iter().filter(|rule| rule.purpose == Purpose::PortMap);
+        let mut host_ports = node.snapshot.objects.iter().filter(|object| object.fact.kind == HOST_PORT);
         let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
         let results = entries.into_iter().filter_map(result_of);
         let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {

@@ -13,11 +13,11 @@ use libcni::{NetworkList, Runtime};
 use serde::Serialize;
 
 use crate::call::{Context, Exit, Streams};
-use crate::inspect::{AttachmentReport, Fact};
+use crate::inspect::{AttachmentReport, RULE_KINDS};
 use crate::node::leftovers::{self, quoted};
 use crate::node::snapshot::Snapshot;
-use crate::node::{bridges_of, by_precedence, is_true, plugins_in};
-use crate::report::Report;
+use crate::node::{bridges_of, by_precedence, is_true, name_of, plugins_in};
+use crate::report::{Fact, Report};
 use crate::target::NetnsPresence;
 
 /// A problem of one or more objects of the node.
@@ -211,9 +211,11 @@ fn attachments(node: &Examined<'_>) -> CheckOutcome {
             continue;
         }
         let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.kind, fact.text())).collect();
-        let (object, problem) = (format!("{}:", report.name()), texts.join("; "));
-        match differing.iter().all(|fact| fact.is_rule()) {
-            true => outcome.add_problem(object, problem, format!("cnitool rules restore {}", quoted(&report.network))),
+        let (object, problem) = (format!("{}:", name_of(&report.id)), texts.join("; "));
+        match differing.iter().all(|fact| RULE_KINDS.contains(&fact.kind)) {
+            true => {
+                outcome.add_problem(object, problem, format!("cnitool rules restore {}", quoted(&report.id.network)))
+            }
             false => outcome.add_problem_with_advice(object, problem, RECREATE_ADVICE),
         }
     }

@@ -9,15 +9,13 @@ mod attachment;
 use clap::Args;
 use cni::{Code, Error};
 use libcni::NetworkList;
-use serde::{Serialize, Serializer};
-use serde_json::{Value, json};
 
 use crate::call::{Context, Exit, Streams, Watch};
-use crate::node::leftovers;
 use crate::node::snapshot::Snapshot;
-use crate::report::{Colour, Report, cell, counted, did_you_mean, words};
+use crate::node::{leftovers, name_of};
+use crate::report::{Colour, Report, counted, did_you_mean};
 
-pub(crate) use attachment::AttachmentReport;
+pub(crate) use attachment::{AttachmentReport, RULE_KINDS};
 
 /// The arguments of `inspect`.
 #[derive(Debug, Args)]
@@ -28,61 +26,6 @@ pub(crate) struct Inspect {
     container: Option<String>,
     #[command(flatten)]
     watch: Watch,
-}
-
-/// The properties of an object, each with its name in JSON. The first one identifies the object.
-pub(crate) type Fields = Vec<(&'static str, Value)>;
-
-/// An object of an attachment, and whether it is as expected: whether it agrees with the
-/// attachment's result and configuration, or there is nothing to compare it with.
-pub(crate) struct Fact {
-    /// The kind of object, which is the first column: `address`, `route`, …
-    pub(crate) kind: &'static str,
-    fields: Fields,
-    /// What is not as expected.
-    pub(crate) problem: Option<String>,
-}
-
-impl Fact {
-    /// Returns a fact that is as expected.
-    pub(crate) fn fine(kind: &'static str, fields: impl Into<Fields>) -> Fact {
-        Fact { kind, fields: fields.into(), problem: None }
-    }
-
-    /// Returns a fact that is not as expected.
-    pub(crate) fn differs(kind: &'static str, fields: impl Into<Fields>, problem: impl Into<String>) -> Fact {
-        Fact { kind, fields: fields.into(), problem: Some(problem.into()) }
-    }
-
-    /// Whether the fact is about a packet filter rule, which `cnitool rules restore` can restore.
-    pub(crate) fn is_rule(&self) -> bool {
-        attachment::RULE_KINDS.contains(&self.kind)
-    }
-
-    /// Returns the properties and the problem for people: `eth0, type veth, mtu 1500`.
-    pub(crate) fn text(&self) -> String {
-        let (mut texts, mut place) = (Vec::new(), String::new());
-        for (position, (key, value)) in self.fields.iter().enumerate() {
-            let name = words(key.trim_end_matches("Seconds"));
-            match value {
-                Value::Null | Value::Bool(false) => {}
-                Value::Bool(true) => texts.push(name),
-                _ if position == 0 => texts.push(cell(key, value)),
-                _ if ["place", "folder", "file", "socket"].contains(key) => place = format!("  [{}]", cell(key, value)),
-                _ => texts.push(format!("{name} {}", cell(key, value))),
-            }
-        }
-        let separator = if texts.is_empty() || self.problem.is_none() { "" } else { ": " };
-        format!("{}{place}{separator}{}", texts.join(", "), self.problem.as_deref().unwrap_or_default())
-    }
-}
-
-impl Serialize for Fact {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let verdict =
-            [("kind", json!(self.kind)), ("ok", json!(self.problem.is_none())), ("problem", json!(self.problem))];
-        serializer.collect_map(verdict.into_iter().chain(self.fields.iter().cloned()))
-    }
 }
 
 /// Runs `cnitool inspect`: prints the attachments and leftovers that the arguments select.
@@ -134,7 +77,7 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
     }
     let mut report = Report::new(streams);
     for attachment in &attachments {
-        report.painted(Colour::Bold, &attachment.name());
+        report.painted(Colour::Bold, &name_of(&attachment.id));
         attachment.facts.iter().for_each(|fact| report.fact(fact.problem.is_some(), fact.kind, &fact.text()));
         report.line("");
     }

@@ -19,8 +19,7 @@ use super::gc::{Decision, Plan};
 use super::valid_list::ValidList;
 use crate::call::Streams;
 use crate::node::attachments::Liveness;
-use crate::node::leftovers::attachment_of_owner;
-use crate::node::snapshot::{Record, Snapshot};
+use crate::node::snapshot::Snapshot;
 use crate::report::{REFUSED, did_you_mean};
 
 /// The default of `--min-age`, in seconds. A runtime lists a pod only after its containers can be
@@ -156,13 +155,7 @@ impl VerbRun<'_> {
                 });
             }
         }
-        let rules = snapshot.rules.iter().filter_map(|rule| attachment_of_owner(&rule.owner));
-        let backups = snapshot.backups.iter().filter_map(|backup| backup.owner.as_ref());
-        let backups = backups.map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
-        let leases = snapshot.leases.iter().map(|(_, lease)| lease);
-        let leases = leases.map(|lease| AttachmentId::new(&lease.network, &lease.container_id, &lease.ifname));
-        let records = snapshot.records.iter().filter_map(Record::attachment);
-        rules.chain(backups).chain(leases).chain(records).for_each(|id| add(&id, &mut |_| {}));
+        snapshot.objects.iter().filter_map(|object| object.owner.attachment()).for_each(|id| add(&id, &mut |_| {}));
         Ok(networks)
     }
 

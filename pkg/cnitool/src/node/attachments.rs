@@ -5,6 +5,8 @@
 //!
 //! Every verb that reports or removes leftovers decides with [`Liveness`].
 
+use std::collections::HashMap;
+
 use cni::machine::Machine;
 use cni::result::AddResult;
 use cni::{AttachmentId, Error};
@@ -12,6 +14,7 @@ use cni_ipam::Reservation;
 use cni_linux::{Link, LinkKind, Netlink};
 use libcni::cache::{Entry, Listing};
 
+use super::objects::Owner;
 use super::result_of;
 use crate::call::Context;
 use crate::target::NetnsPresence;
@@ -68,6 +71,8 @@ pub(crate) struct CheckedReservation {
 pub(crate) struct Attachments {
     /// The entries of all result caches.
     pub(crate) cached: Vec<Entry>,
+    /// The attachments of these entries by their alias.
+    pub(super) by_alias: HashMap<String, AttachmentId>,
     /// A line for each file of a result cache without a usable entry.
     pub(crate) unreadable: Vec<String>,
     /// The links in the namespace of this process, which is the host's.
@@ -87,9 +92,10 @@ impl Attachments {
         let Listing { entries: cached, problems } = read_caches(context, network)?;
         problems.iter().for_each(|problem| context.notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
-        let aliased = |link: &Link| Some((attachment_in_alias(link, &cached)?, link.clone()));
+        let by_alias = cached.iter().map(|entry| (entry.id().alias(), entry.id())).collect();
+        let aliased = |link: &Link| Some((attachment_in_alias(link, &by_alias)?, link.clone()));
         let aliased_links = links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
-        Ok(Attachments { cached, unreadable: problems, links, aliased_links })
+        Ok(Attachments { cached, by_alias, unreadable: problems, links, aliased_links })
     }
 
     /// Finds out whether each reservation of `network` is in use:
@@ -127,16 +133,8 @@ impl Attachments {
         }
         // The host's end of a link disappears with the container's end, so its existence shows that
         // the container exists.
-        let is_named = |(attachment, _): &&(AttachmentId, Link)| {
-            let has_ifname = ifname.as_ref().is_none_or(|name| *name == attachment.ifname);
-            // Of a long container ID, the alias has only the hash.
-            let has_hash = || {
-                attachment.container_id.starts_with('#')
-                    && AttachmentId::new(network, id, &attachment.ifname).alias() == attachment.alias()
-            };
-            attachment.network == network && has_ifname && (attachment.container_id == *id || has_hash())
-        };
-        match self.aliased_links.iter().find(is_named) {
+        let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
+        match self.aliased_links.iter().find(|(attachment, _)| owner.matches(attachment)) {
             Some((_, link)) => {
                 Liveness::InUse(format!("link {} on the host has the alias of this attachment", link.name))
             }
@@ -146,12 +144,14 @@ impl Attachments {
 
     /// Whether the result cache has the attachment.
     pub(crate) fn is_cached(&self, attachment: &AttachmentId) -> bool {
-        self.cached.iter().any(|entry| entry.id() == *attachment)
+        self.by_alias.contains_key(&attachment.alias())
     }
 
-    /// Whether the result cache has the attachment, or a link of the host has its alias.
-    pub(crate) fn is_known(&self, attachment: &AttachmentId) -> bool {
-        self.is_cached(attachment) || self.aliased_links.iter().any(|(known, _)| known.alias() == attachment.alias())
+    /// Whether the result cache has the owner of an object, or a link of the host has its alias.
+    pub(crate) fn has_owner(&self, owner: &Owner) -> bool {
+        let aliased = self.aliased_links.iter().map(|(attachment, _)| attachment);
+        owner.attachment().is_some_and(|attachment| self.is_cached(&attachment))
+            || self.by_alias.values().chain(aliased).any(|attachment| owner.matches(attachment))
     }
 
     /// Returns the links on the host that belong to attachments. A link is found by its alias. The
@@ -220,12 +220,12 @@ fn is_veth_of_result(link: &Link, result: &AddResult) -> bool {
 }
 
 /// Returns the attachment that a link's alias names, or `None` if it names none. If the alias has
-/// only the hash of a long container ID and no entry in `cached` has the attachment, its container
-/// ID is `#` and the hash.
-pub(super) fn attachment_in_alias(link: &Link, cached: &[Entry]) -> Option<AttachmentId> {
+/// only the hash of a long container ID and `by_alias`, the cached attachments, does not have it, its
+/// container ID is `#` and the hash.
+pub(super) fn attachment_in_alias(link: &Link, by_alias: &HashMap<String, AttachmentId>) -> Option<AttachmentId> {
     let alias = attachment_alias_in(link.alias.as_deref()?);
-    if let Some(attachment) = cached.iter().map(Entry::id).find(|attachment| attachment.alias() == alias) {
-        return Some(attachment);
+    if let Some(attachment) = by_alias.get(&alias) {
+        return Some(attachment.clone());
     }
     let parsed = AttachmentId::parse(&alias)?;
     // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.

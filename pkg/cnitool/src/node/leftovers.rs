@@ -4,7 +4,7 @@
 //! An object is a leftover if the result cache does not have its attachment and no link of the host
 //! has the attachment's alias. Exceptions:
 //! - A link is a leftover if the result cache does not have its attachment.
-//! - A backup of the Go plugin names no network, so it is compared only with the result cache.
+//! - A backup of the Go plugin names no network, so only its container and interface are compared.
 //! - A cache entry is a leftover if its namespace is gone.
 //! - A device of host-device is a leftover if the kernel has moved it back to the host.
 //!
@@ -13,17 +13,15 @@
 
 use cni::AttachmentId;
 use cni::json::Json;
-use cni_firewall::container_rules::{ContainerRule, RuleOwner};
 use cni_linux::{Link, LinkKind};
 use libcni::NetworkList;
 use libcni::cache::Entry;
-use plugin_dhcp::leases::Lease;
 use serde::Serialize;
-use serde_json::json;
 
-use super::attachments::{CheckedReservation, Liveness};
+use super::attachments::Liveness;
+use super::objects::{Object, Owner, RESERVATION};
 use super::plugins_of_type;
-use super::snapshot::{ListedPool, Snapshot, has_go_name};
+use super::snapshot::Snapshot;
 use crate::call::Call;
 
 /// A leftover object. What is not known of it is `None`.
@@ -45,35 +43,22 @@ pub(crate) struct Leftover {
     pub(crate) command: String,
 }
 
-/// Why most objects are leftovers.
-const NOT_KNOWN: &str = "the result cache does not have its attachment, and no link has its alias";
-
-/// As [`NOT_KNOWN`], for objects that are compared with the result cache only.
+/// Why links, reservations and backups are leftovers.
 const NOT_CACHED: &str = "the result cache does not have its attachment";
+
+/// Why rules, records and leases are leftovers.
+const NOT_KNOWN: &str = "the result cache does not have its attachment, and no link has its alias";
 
 /// Why a device of host-device is a leftover.
 const RETURNED_DEVICE: &str =
     "host-device moved it into a container, whose namespace was deleted; the kernel moved it back";
 
 impl Leftover {
-    /// Returns a leftover of `attachment`, if that is known.
-    fn new(
-        kind: &'static str,
-        (object, place): (impl Into<String>, Option<String>),
-        attachment: Option<&AttachmentId>,
-        reason: &str,
-        command: String,
-    ) -> Leftover {
-        Leftover {
-            kind,
-            object: object.into(),
-            place,
-            network: attachment.map(|attachment| attachment.network.clone()),
-            container_id: attachment.map(|attachment| attachment.container_id.clone()),
-            ifname: attachment.map(|attachment| attachment.ifname.clone()).filter(|name| !name.is_empty()),
-            reason: reason.to_owned(),
-            command,
-        }
+    /// Returns a leftover of the attachment with these names, as far as they are known.
+    fn new(kind: &'static str, object: &str, names: [Option<&str>; 3], reason: &str, command: String) -> Leftover {
+        let [network, container_id, ifname] = names.map(|name| name.map(str::to_owned));
+        let (object, reason) = (object.to_owned(), reason.to_owned());
+        Leftover { kind, object, place: None, network, container_id, ifname, reason, command }
     }
 
     /// Returns the object and its attachment for people.
@@ -91,14 +76,29 @@ pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Leftover> {
     let mut leftovers = Vec::new();
     add_cache_entries(snapshot, call, &mut leftovers);
     add_links(snapshot, &mut leftovers);
-    add_ifbs_without_alias(snapshot, &mut leftovers);
     add_returned_devices(snapshot, &mut leftovers);
-    add_rules(snapshot, &mut leftovers);
-    add_reservations(snapshot, &mut leftovers);
-    add_backups(snapshot, &mut leftovers);
-    add_records(snapshot, &mut leftovers);
-    add_leases(snapshot, &mut leftovers);
+    let unknown = snapshot.objects.iter().filter(|object| !snapshot.attachments.has_owner(&object.owner));
+    leftovers.extend(unknown.map(|object| of_object(snapshot, object)));
     leftovers
+}
+
+/// Returns the leftover for an object.
+fn of_object(snapshot: &Snapshot, Object { kind, name, place, owner, removal, .. }: &Object) -> Leftover {
+    let attachment = owner.attachment();
+    let delete = || attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
+    let command = match (*kind, removal, &attachment) {
+        // Its attachment may be unknown because it has nothing else.
+        (RESERVATION, Some(command), _) => command.clone(),
+        (_, Some(command), _) => delete().unwrap_or_else(|| command.clone()),
+        (_, None, Some(attachment)) => delete().unwrap_or_else(|| {
+            // `cnitool del` needs a configuration.
+            let network = quoted(&attachment.network);
+            format!("configure network {network} again, then run {}", quoted_del_command(attachment))
+        }),
+        (_, None, None) => format!("find the {kind} in {place} and delete it by hand"),
+    };
+    let reason = if ["reservation", "backup"].contains(kind) { NOT_CACHED } else { NOT_KNOWN };
+    Leftover { place: Some(place.clone()), ..Leftover::new(kind, name, owner.names(), reason, command) }
 }
 
 /// Returns the command `cnitool del` for an attachment, or `None` if its network is not configured,
@@ -116,13 +116,6 @@ fn del_command(snapshot: &Snapshot, attachment: &AttachmentId) -> Option<String>
 fn quoted_del_command(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
     let [network, id, ifname] = [network, container_id, ifname].map(|word| quoted(word));
     format!("cnitool del {network} --container-id {id} --ifname {ifname} --keep-going")
-}
-
-/// Returns instructions for an attachment without a cache entry, whose network is not configured:
-/// `cnitool del` needs a configuration.
-fn del_instructions(attachment: &AttachmentId) -> String {
-    let network = quoted(&attachment.network);
-    format!("configure network {network} again, then run {}", quoted_del_command(attachment))
 }
 
 /// Whether a byte has no special meaning in a shell.
@@ -149,37 +142,37 @@ pub(crate) fn quoted(word: &str) -> String {
 fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Leftover>) {
     for entry in &snapshot.attachments.cached {
         let Liveness::ContainerGone(why) = Liveness::of(entry, call.machine) else { continue };
-        let attachment = entry.id();
+        let id = entry.id();
         // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
         // in the cache entry.
-        let command = quoted_del_command(&attachment);
-        let object = ("cache entry", None);
-        leftovers.push(Leftover::new("attachment", object, Some(&attachment), &why, command));
+        let command = quoted_del_command(&id);
+        leftovers.push(Leftover::new("attachment", "cache entry", Owner::from(&id).names(), &why, command));
     }
 }
 
 /// Adds the links and ifbs whose alias names an attachment that the result cache does not have.
+/// Adds the ifbs without an alias, except those with the name of a cached attachment's ifb: they
+/// come from the Go plugin, or from an ADD that was killed.
 fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    let links = snapshot.attachments.aliased_links.iter().map(|(attachment, link)| (attachment, link));
-    let ifbs = snapshot.ifbs.iter().filter_map(|(attachment, ifb)| Some((attachment.as_ref()?, ifb)));
-    for (attachment, link) in links.chain(ifbs).filter(|(attachment, _)| !snapshot.attachments.is_cached(attachment)) {
+    let attachments = &snapshot.attachments;
+    let aliased = attachments.aliased_links.iter().map(|(attachment, link)| (Some(attachment), link));
+    let ifbs = snapshot.ifbs.iter().map(|(attachment, ifb)| (attachment.as_ref(), ifb));
+    let is_ifb_of =
+        |entry: &Entry, link: &Link| [entry.id().ifb_name(), entry.id().own_ifb_name()].contains(&link.name);
+    for (attachment, link) in aliased.chain(ifbs) {
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
-        let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
-        leftovers.push(Leftover::new("link", (&link.name, None), Some(attachment), NOT_CACHED, command));
-    }
-}
-
-/// Adds the ifbs without an alias, except those with the name of a cached attachment's ifb. Such
-/// ifbs come from the Go plugin, or from an ADD that was killed.
-fn add_ifbs_without_alias(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for (_, ifb) in snapshot.ifbs.iter().filter(|(attachment, _)| attachment.is_none()) {
-        // An attachment's ifb has one of these names.
-        let possible_names = |entry: &Entry| [entry.id().ifb_name(), entry.id().own_ifb_name()];
-        if !snapshot.attachments.cached.iter().any(|entry| possible_names(entry).contains(&ifb.name)) {
-            let why = "the result cache has no container whose bandwidth it could limit";
-            let command = format!("ip link delete dev {}", ifb.name);
-            leftovers.push(Leftover::new("link", (&ifb.name, None), None, why, command));
-        }
+        leftovers.push(match attachment {
+            Some(attachment) if attachments.is_cached(attachment) => continue,
+            Some(attachment) => {
+                let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
+                Leftover::new("link", &link.name, Owner::from(attachment).names(), NOT_CACHED, command)
+            }
+            None if attachments.cached.iter().any(|entry| is_ifb_of(entry, link)) => continue,
+            None => {
+                let why = "the result cache has no container whose bandwidth it could limit";
+                Leftover::new("link", &link.name, [None; 3], why, delete_command())
+            }
+        });
     }
 }
 
@@ -213,140 +206,8 @@ fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
                     format!("ip link set dev {current} down && ip link set dev {current} name {original} alias ''")
                 }
             };
-            leftovers.push(Leftover::new("device", (&link.name, None), None, RETURNED_DEVICE, command));
+            leftovers.push(Leftover::new("device", &link.name, [None; 3], RETURNED_DEVICE, command));
         }
-    }
-}
-
-/// Returns the attachments in the result cache, and those that the alias of a link names.
-fn known_attachments(snapshot: &Snapshot) -> Vec<AttachmentId> {
-    let cached = snapshot.attachments.cached.iter().map(Entry::id);
-    let by_alias = snapshot.attachments.aliased_links.iter().map(|(attachment, _)| attachment.clone());
-    cached.chain(by_alias).collect()
-}
-
-/// Adds the packet filter rules of attachments that are neither in the result cache nor named by a
-/// link's alias.
-fn add_rules(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    let known = known_attachments(snapshot);
-    for rule in &snapshot.rules {
-        let owner = &rule.owner;
-        if known.iter().any(|attachment| owner.matches(attachment)) {
-            continue;
-        }
-        let object = (format!("{}: {}", rule.purpose, rule.text), Some(rule.place.clone()));
-        leftovers.push(Leftover {
-            network: owner.network.clone(),
-            container_id: owner.container.clone(),
-            ifname: owner.ifname.clone(),
-            ..Leftover::new("rule", object, None, NOT_KNOWN, rule_command(snapshot, rule))
-        });
-    }
-}
-
-/// Returns the command that removes a rule: `cnitool del` if possible, otherwise the command in the
-/// rule. If there is neither, returns instructions for the operator.
-fn rule_command(snapshot: &Snapshot, rule: &ContainerRule) -> String {
-    let attachment = attachment_of_owner(&rule.owner);
-    if let Some(command) = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment)) {
-        return command;
-    }
-    if let Some(command) = &rule.removal {
-        return command.clone();
-    }
-    match &attachment {
-        Some(attachment) => del_instructions(attachment),
-        None => format!("find the rule in {} and delete it by hand", rule.place),
-    }
-}
-
-/// Returns an attachment that a rule's owner may be, or `None` if the rule lacks the network or the
-/// container ID, or its comment is truncated. If the rule has no interface, `eth0` is assumed.
-pub(crate) fn attachment_of_owner(owner: &RuleOwner) -> Option<AttachmentId> {
-    let (network, container) = (owner.network.as_ref()?, owner.container.as_ref()?);
-    let attachment = AttachmentId::new(network, container, owner.ifname.as_deref().unwrap_or("eth0"));
-    // A truncated comment does not match.
-    owner.matches(&attachment).then_some(attachment)
-}
-
-/// Adds the reservations of attachments about which nothing is known. If the container is gone,
-/// `add_cache_entries` adds its attachment.
-fn add_reservations(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for ListedPool { pool, reservations, .. } in &snapshot.pools {
-        for CheckedReservation { reservation, liveness } in reservations {
-            let Liveness::Unknown(why) = liveness else { continue };
-            let object = (reservation.address.to_string(), Some(pool.folder().display().to_string()));
-            let ifname = reservation.ifname.as_deref().unwrap_or_default();
-            let attachment = AttachmentId::new(&pool.network, &reservation.id, ifname);
-            // Without `--data-dir`, cnitool prefers the folder that the network's configuration
-            // names.
-            let data_dir = quoted(&pool.data_dir.to_string_lossy());
-            let (network, address) = (quoted(&pool.network), reservation.address);
-            let command = format!("cnitool ipam release {network} {address} --data-dir {data_dir}");
-            leftovers.push(Leftover::new("reservation", object, Some(&attachment), why, command));
-        }
-    }
-}
-
-/// Adds tuning's backups of attachments that are neither in the result cache nor named by a link's
-/// alias.
-fn add_backups(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for backup in &snapshot.backups {
-        let owner = backup.owner.as_ref().map(|(network, id, ifname)| AttachmentId::new(network, id, ifname));
-        let is_known = match &owner {
-            Some(attachment) => snapshot.attachments.is_known(attachment),
-            // A backup of the Go plugin.
-            None => snapshot.attachments.cached.iter().any(|entry| has_go_name(backup, &entry.id())),
-        };
-        if is_known {
-            continue;
-        }
-        let object = (backup.settings.join(", "), Some(backup.path.display().to_string()));
-        let rm_command = || format!("rm {}", quoted(&backup.path.to_string_lossy()));
-        let command = owner.as_ref().and_then(|attachment| del_command(snapshot, attachment));
-        let command = command.unwrap_or_else(rm_command);
-        leftovers.push(Leftover::new("backup", object, owner.as_ref(), NOT_CACHED, command));
-    }
-}
-
-/// Adds the records of bond, flannel, host-device and route-override about attachments that are
-/// neither in the result cache nor named by a link's alias. Only DEL gives back the interfaces in a
-/// record of bond or host-device, so no command removes such a record alone.
-fn add_records(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    let known = known_attachments(snapshot);
-    for record in &snapshot.records {
-        if known.iter().any(|attachment| record.is_about(attachment)) {
-            continue;
-        }
-        let object = (record.text.clone(), Some(record.path.display().to_string()));
-        let attachment = record.attachment();
-        let command = attachment.as_ref().and_then(|attachment| del_command(snapshot, attachment));
-        let command = command.unwrap_or_else(|| match &attachment {
-            Some(attachment) if record.plugin != "flannel" => del_instructions(attachment),
-            _ => format!("rm {}", quoted(&record.path.to_string_lossy())),
-        });
-        leftovers.push(Leftover::new("record", object, attachment.as_ref(), NOT_KNOWN, command));
-    }
-}
-
-/// Adds the leases of dhcp's daemons of attachments that are neither in the result cache nor named
-/// by a link's alias.
-fn add_leases(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for (socket, Lease { network, container_id, ifname, address, .. }) in &snapshot.leases {
-        let attachment = AttachmentId::new(network, container_id, ifname);
-        if snapshot.attachments.is_known(&attachment) {
-            continue;
-        }
-        // Without `cnitool del`: DEL of the plugin dhcp makes the daemon release the lease.
-        let plugin_command = || {
-            let ipam = json!({"type": "dhcp", "daemonSocketPath": socket});
-            let config = json!({"cniVersion": "1.0.0", "name": network, "type": "dhcp", "ipam": ipam}).to_string();
-            let [config, id, ifname] = [&config, container_id, ifname].map(|word| quoted(word));
-            format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={ifname} dhcp")
-        };
-        let object = (address.to_string(), Some(socket.display().to_string()));
-        let command = del_command(snapshot, &attachment).unwrap_or_else(plugin_command);
-        leftovers.push(Leftover::new("lease", object, Some(&attachment), NOT_KNOWN, command));
     }
 }
 

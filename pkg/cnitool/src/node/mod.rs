@@ -4,13 +4,14 @@
 pub(crate) mod attachments;
 pub(crate) mod ipam;
 pub(crate) mod leftovers;
+pub(crate) mod objects;
 pub(crate) mod snapshot;
 
-use cni::Error;
 use cni::config::NetConf;
 use cni::json::Json;
 use cni::result::AddResult;
 use cni::version::Version;
+use cni::{AttachmentId, Error};
 use libcni::cache::Entry;
 use libcni::{ConfFile, NetworkList};
 
@@ -102,4 +103,9 @@ pub(crate) fn decode_result(entry: &Entry) -> Result<AddResult, String> {
 /// Returns the result in a cache entry, or `None` if there is none or it cannot be decoded.
 pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
     decode_result(entry).ok()
+}
+
+/// Returns the network, container ID and interface for people.
+pub(crate) fn name_of(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
+    format!("{network} {container_id} {ifname}")
 }
