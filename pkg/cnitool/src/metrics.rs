@@ -11,12 +11,13 @@ use std::time::Duration;
 use clap::Args;
 use cni::rollback::Notes;
 use cni::{Code, Error};
+use cni_ipam::RangeSets;
 use cni_ipam::store::Usage;
 use cni_linux::{file, flock};
 
 use crate::call::{Call, Context, Exit, Streams};
 use crate::doctor::{self, CheckOutcome, Extent};
-use crate::node::attachments::{CheckedReservation, Liveness};
+use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
 use crate::node::leftovers;
 use crate::node::snapshot::{ListedPool, Snapshot};
@@ -109,13 +110,6 @@ pub(crate) fn run(args: &MetricsArgs, context: &Context<'_>, streams: &mut Strea
     Ok(if examined.is_ok() { Exit::Done } else { Exit::Failed })
 }
 
-/// The usage of a range set: the network, the counts, and the reservations whose container does not
-/// exist any more.
-type RangeUsage<'a> = (&'a str, Usage, usize);
-
-/// Returns one number of a range set.
-type Figure = fn(&RangeUsage<'_>) -> f64;
-
 /// Adds the usage of each range set.
 ///
 /// # Errors
@@ -123,29 +117,25 @@ type Figure = fn(&RangeUsage<'_>) -> f64;
 fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> Result<(), Error> {
     let mut rows = Vec::new();
     for ListedPool { pool, reservations, .. } in &snapshot.pools {
-        let Ok(ranges) = &pool.ranges else { continue };
-        for (usage, set) in pool.store(notes).usage(ranges)?.into_iter().zip(ranges.sets()) {
-            let is_over = |checked: &&CheckedReservation| {
-                matches!(checked.liveness, Liveness::ContainerGone(_))
-                    && set.find(checked.reservation.address).is_some()
-            };
-            let reclaimable = reservations.iter().filter(is_over).count();
-            rows.push((pool.network.as_str(), usage, reclaimable));
+        let sets = pool.ranges.iter().flat_map(RangeSets::sets);
+        for (Usage { set: name, total, used }, set) in pool.usage(notes)?.into_iter().zip(sets) {
+            let over = reservations.iter().filter(|checked| matches!(checked.liveness, Liveness::ContainerGone(_)));
+            let reclaimable = over.filter(|checked| set.find(checked.reservation.address).is_some()).count();
+            let figures = [total as f64, used as f64, total.saturating_sub(used) as f64, reclaimable as f64];
+            rows.push((pool.network.as_str(), name, figures));
         }
     }
-    let figures: [(&str, &str, Figure); 4] = [
-        ("cni_range_addresses", "Addresses of a range that can be allocated.", |row| row.1.total as f64),
-        ("cni_range_addresses_used", "Reserved addresses of a range.", |row| row.1.used as f64),
-        ("cni_range_addresses_free", "Free addresses of a range.", |row| row.1.total.saturating_sub(row.1.used) as f64),
-        (
-            "cni_range_addresses_reclaimable",
-            "Reserved addresses of a range whose container does not exist any more.",
-            |row| row.2 as f64,
-        ),
+    let names = [
+        ("", "Addresses of a range that can be allocated."),
+        ("_used", "Reserved addresses of a range."),
+        ("_free", "Free addresses of a range."),
+        ("_reclaimable", "Reserved addresses of a range whose container does not exist any more."),
     ];
-    for (name, help, figure) in figures {
-        let labels = rows.iter().map(|row| (vec![("network", row.0), ("range", row.1.set.as_str())], figure(row)));
-        text.add_gauge(name, help, labels);
+    for (index, (suffix, help)) in names.into_iter().enumerate() {
+        let samples = rows.iter().map(|(network, range, figures)| {
+            (vec![("network", *network), ("range", range.as_str())], figures.get(index).copied().unwrap_or_default())
+        });
+        text.add_gauge(&format!("cni_range_addresses{suffix}"), help, samples);
     }
     Ok(())
 }
@@ -219,7 +209,8 @@ fn age_of_process(pid: &str) -> Option<Duration> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let started: f64 = stat.rsplit_once(')')?.1.split_whitespace().nth(START)?.parse().ok()?;
     let uptime: f64 = fs::read_to_string("/proc/uptime").ok()?.split_whitespace().next()?.parse().ok()?;
-    Duration::try_from_secs_f64(uptime - started / TICKS_PER_SECOND).ok()
+    // 0 stands for no process, also if it started within this tick.
+    Duration::try_from_secs_f64((uptime - started / TICKS_PER_SECOND).max(1.0 / TICKS_PER_SECOND)).ok()
 }
 
 /// Checks that a path can be replaced by the metrics: that there is a regular file or nothing.

@@ -10,9 +10,10 @@ use std::time::Duration;
 use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
 use cni_linux::{Link, program, sysctl};
+use libcni::cache::Entry;
 use serde_json::Value;
 
-use super::{CheckOutcome, Examined};
+use super::{CheckOutcome, Examined, advice};
 use crate::node::objects::HOST_PORT;
 use crate::node::result_of;
 
@@ -40,39 +41,17 @@ struct DroppingChain {
     name: String,
     /// The rules of its table.
     rules: String,
-    /// How a rule is inserted, or `None` if the chain's names must not be part of a command.
-    insertion: Option<Insertion>,
+    /// The beginning of the command that inserts a rule, and the rules' words in its language.
+    /// `None` if the chain's names must not be part of a command.
+    insertion: Option<(String, RuleWords)>,
 }
 
-/// A command that inserts a rule into a chain.
-enum Insertion {
-    /// `iptables`, or another program with its arguments.
-    Iptables(String),
-    /// `nft insert rule` and the chain.
-    Nft(String),
-}
+/// The words of a rule: accept the connections to host ports; from a link; to a link; accept. DNAT
+/// has changed the port before the chain FORWARD, so a rule with the host's port would not match.
+type RuleWords = [&'static str; 4];
 
-impl Insertion {
-    /// Returns the command that accepts the connections to host ports. DNAT has changed the port
-    /// before the chain FORWARD, so a rule with the host's port would not match.
-    fn accept_redirected(&self) -> String {
-        match self {
-            Insertion::Iptables(program) => format!("{program} -I FORWARD -m conntrack --ctstate DNAT -j ACCEPT"),
-            Insertion::Nft(insert) => format!("{insert} ct status dnat accept"),
-        }
-    }
-
-    /// Returns the command that accepts packets from and to a bridge.
-    fn accept_bridge(&self, bridge: &str) -> String {
-        let [enter, leave] = match self {
-            Insertion::Iptables(program) => {
-                ["-i", "-o"].map(|key| format!("{program} -I FORWARD {key} {bridge} -j ACCEPT"))
-            }
-            Insertion::Nft(insert) => ["iifname", "oifname"].map(|key| format!("{insert} {key} {bridge} accept")),
-        };
-        format!("{enter} && {leave}")
-    }
-}
+const IPTABLES_WORDS: RuleWords = ["-m conntrack --ctstate DNAT -j ACCEPT", "-i", "-o", "-j ACCEPT"];
+const NFT_WORDS: RuleWords = ["ct status dnat accept", "iifname", "oifname", "accept"];
 
 /// The texts by which rules may refer to the containers of a bridge.
 struct BridgeNames {
@@ -87,7 +66,7 @@ struct BridgeNames {
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(node: &Examined<'_>, bridge: &Link) -> BridgeNames {
-        let entries = node.snapshot.attachments.entries_on_bridge(bridge);
+        let entries: Vec<&Entry> = node.snapshot.attachments.entries_on_bridge(bridge).collect();
         let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
         let mut host_ports = node.snapshot.objects.iter().filter(|object| object.fact.kind == HOST_PORT);
         let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
@@ -164,24 +143,23 @@ fn check_chain(chain: &DroppingChain, bridges: &[BridgeNames], outcome: &mut Che
     let DroppingChain { name, rules, insertion } = chain;
     let object = format!("chain {name}");
     if let Some(problem) = dropped_host_ports(bridges, rules) {
-        match insertion {
-            Some(insertion) => outcome.add_problem(&object, problem, insertion.accept_redirected()),
-            None => outcome.add_problem_with_advice(&object, problem, "add a rule that accepts redirected connections"),
-        }
+        let fix = match insertion {
+            Some((insert, [redirected, ..])) => format!("{insert} {redirected}").into(),
+            None => advice("add a rule that accepts redirected connections"),
+        };
+        outcome.add(&object, problem, fix);
     }
     for BridgeNames { bridge, .. } in bridges.iter().filter(|names| !names.is_mentioned_in(rules)) {
         let problem = format!(
             "drops forwarded packets, and no rule of the table mentions {bridge}: its containers cannot reach other networks"
         );
-        match insertion {
-            Some(insertion) if is_safe_in_command(bridge) => {
-                outcome.add_problem(&object, problem, insertion.accept_bridge(bridge));
+        let fix = match insertion {
+            Some((insert, [_, from, to, accept])) if is_safe_in_command(bridge) => {
+                format!("{insert} {from} {bridge} {accept} && {insert} {to} {bridge} {accept}").into()
             }
-            _ => {
-                let advice = "add rules that accept packets that enter or leave through this bridge";
-                outcome.add_problem_with_advice(&object, problem, advice);
-            }
-        }
+            _ => advice("add rules that accept packets that enter or leave through this bridge"),
+        };
+        outcome.add(&object, problem, fix);
     }
 }
 
@@ -194,12 +172,10 @@ fn dropping_nft_chains(node: &Examined<'_>) -> Option<Vec<DroppingChain>> {
         // iptables lists and saves only rules that it can express. So a chain of iptables gets its
         // rule from iptables.
         let insertion = match (family.as_str(), chain.as_str()) {
-            ("ip", "FORWARD") => Some(Insertion::Iptables("iptables".to_owned())),
-            ("ip6", "FORWARD") => Some(Insertion::Iptables("ip6tables".to_owned())),
-            _ => [&family, &table, &chain]
-                .into_iter()
-                .all(|word| is_safe_in_command(word))
-                .then(|| Insertion::Nft(format!("nft insert rule {family} {table} {chain}"))),
+            ("ip", "FORWARD") => Some(("iptables -I FORWARD".to_owned(), IPTABLES_WORDS)),
+            ("ip6", "FORWARD") => Some(("ip6tables -I FORWARD".to_owned(), IPTABLES_WORDS)),
+            _ if ![&family, &table, &chain].into_iter().all(|word| is_safe_in_command(word)) => None,
+            _ => Some((format!("nft insert rule {family} {table} {chain}"), NFT_WORDS)),
         };
         DroppingChain { name: format!("{family} {table} {chain}"), rules, insertion }
     };
@@ -223,7 +199,7 @@ fn add_dropping_legacy_chains(node: &Examined<'_>, chains: &mut Vec<DroppingChai
         match stdout_of(node, &format!("{program}-legacy-save"), &["-t", "filter"]) {
             None => is_complete = false,
             Some(rules) if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) => {
-                let insertion = Some(Insertion::Iptables(format!("{program}-legacy")));
+                let insertion = Some((format!("{program}-legacy -I FORWARD"), IPTABLES_WORDS));
                 chains.push(DroppingChain { name: format!("FORWARD of {program}-legacy"), rules, insertion });
             }
             Some(_) => {}
@@ -285,11 +261,8 @@ pub(super) fn bridge_netfilter(policy: &CheckOutcome) -> CheckOutcome {
             .with_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
         Some("1") if !policy.findings.is_empty() => {
             let problem = "is 1, so the policy above also drops packets between containers of one bridge";
-            outcome.add_problem(
-                "net.bridge.bridge-nf-call-iptables",
-                problem,
-                "sysctl -w net.bridge.bridge-nf-call-iptables=0",
-            );
+            let name = "net.bridge.bridge-nf-call-iptables";
+            outcome.add(name, problem, format!("sysctl -w {name}=0"));
             outcome
         }
         Some("1") => {
@@ -321,19 +294,15 @@ pub(super) fn variants(node: &Examined<'_>) -> CheckOutcome {
             );
             // A command would be dangerous: an emptied chain keeps its policy, which may drop
             // everything, and it is not known which rules are still needed.
-            let advice = format!(
+            let fix = format!(
                 "use one variant only: configure the program that created the fewer rules to use the other variant, and remove \
                  its old rules; before you empty a chain of {program}-legacy, set its policy to ACCEPT ({program}-legacy -S \
                  shows it), or the node may become unreachable"
             );
-            outcome.add_problem_with_advice(format!("{program}-legacy"), problem, advice);
+            outcome.add(format!("{program}-legacy"), problem, advice(fix));
         }
-        if legacy > 0 {
-            variants_with_rules.push(format!("{program}-legacy"));
-        }
-        if nft > 0 {
-            variants_with_rules.push(format!("{program}-nft"));
-        }
+        let counts = [(legacy, "legacy"), (nft, "nft")].into_iter().filter(|(count, _)| *count > 0);
+        variants_with_rules.extend(counts.map(|(_, variant)| format!("{program}-{variant}")));
     }
     match variants_with_rules.is_empty() {
         true => outcome.with_summary("iptables has no rules in either variant"),
@@ -361,7 +330,7 @@ fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
                 let problem =
                     format!("are tracked ({percent}%): beyond the limit, packets of new connections are dropped");
                 let command = format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2));
-                outcome.add_problem(object, problem, command);
+                outcome.add(object, problem, command);
             }
             outcome.with_summary(format!("{count} of {max} connections ({percent}%)"))
         }
@@ -383,7 +352,7 @@ mod tests {
             assert_eq!(!seen.findings.is_empty(), found, "{fill:?}");
         }
         let seen = judge_conntrack(Some((900, 1000)));
-        assert_eq!(seen.findings[0].command.as_deref().unwrap(), "sysctl -w net.netfilter.nf_conntrack_max=2000");
+        assert_eq!(seen.findings[0].fix.command.as_deref().unwrap(), "sysctl -w net.netfilter.nf_conntrack_max=2000");
     }
 
     #[test]

@@ -8,7 +8,6 @@ mod places;
 mod traffic;
 
 use cni::Error;
-use libcni::cache::Entry;
 use libcni::{NetworkList, Runtime};
 use serde::Serialize;
 
@@ -33,10 +32,28 @@ pub(crate) struct Finding {
     /// Its kind. Findings with the same problem are one finding.
     #[serde(skip)]
     problem: String,
+    #[serde(flatten)]
+    fix: Fix,
+}
+
+/// What to do about a problem. One of the two is given.
+#[derive(Serialize)]
+struct Fix {
     /// The shell command that repairs it for all objects.
     command: Option<String>,
     /// What to do, if no command is safe or right for every node.
     advice: Option<String>,
+}
+
+impl From<String> for Fix {
+    fn from(command: String) -> Fix {
+        Fix { command: Some(command), advice: None }
+    }
+}
+
+/// Returns advice in words.
+fn advice(text: impl Into<String>) -> Fix {
+    Fix { command: None, advice: Some(text.into()) }
 }
 
 /// The outcome of one check.
@@ -71,33 +88,22 @@ impl CheckOutcome {
         CheckOutcome { check, findings: Vec::new(), summary: String::new() }
     }
 
-    /// Adds a problem of an object, with the command that fixes it.
-    fn add_problem(&mut self, object: impl Into<String>, problem: impl Into<String>, command: impl Into<String>) {
+    /// Adds a problem of an object: the command that fixes it, or [`advice`].
+    fn add(&mut self, object: impl Into<String>, problem: impl Into<String>, fix: impl Into<Fix>) {
         let (object, problem) = (object.into(), problem.into());
-        self.push(&format!("{object} {problem}"), object, problem, Some(command.into()), None);
-    }
-
-    /// Adds a problem of an object, with advice in words.
-    fn add_problem_with_advice(
-        &mut self,
-        object: impl Into<String>,
-        problem: impl Into<String>,
-        advice: impl Into<String>,
-    ) {
-        let (object, problem) = (object.into(), problem.into());
-        self.push(&format!("{object} {problem}"), object, problem, None, Some(advice.into()));
+        self.push(format!("{object} {problem}"), object, problem, fix.into());
     }
 
     /// Adds an object to the finding about the same problem, or adds a finding with the text
     /// `what`.
-    fn push(&mut self, what: &str, object: String, problem: String, command: Option<String>, advice: Option<String>) {
-        let Some(known) = self.findings.iter_mut().find(|known| known.problem == problem && known.advice == advice)
-        else {
-            let (check, severity, what) = (self.check, self.severity(), what.to_owned());
-            self.findings.push(Finding { check, severity, objects: vec![object], what, problem, command, advice });
+    fn push(&mut self, what: String, object: String, problem: String, fix: Fix) {
+        let is_same = |known: &&mut Finding| known.problem == problem && known.fix.advice == fix.advice;
+        let Some(known) = self.findings.iter_mut().find(is_same) else {
+            let (check, severity) = (self.check, self.severity());
+            self.findings.push(Finding { check, severity, objects: vec![object], what, problem, fix });
             return;
         };
-        if let (Some(commands), Some(command)) = (&mut known.command, command)
+        if let (Some(commands), Some(command)) = (&mut known.fix.command, fix.command)
             && !commands.split("; ").any(|other| other == command)
         {
             *commands += &format!("; {command}");
@@ -134,7 +140,7 @@ pub(crate) fn run(context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Ex
     let findings: Vec<Finding> = bad.into_iter().flat_map(|outcome| outcome.findings).collect();
     let mut report = Report::new(streams);
     well.iter().for_each(|outcome| report.fact(false, outcome.check, &outcome.summary));
-    for Finding { check, objects, what, command, advice, .. } in &findings {
+    for Finding { check, objects, what, fix: Fix { command, advice }, .. } in &findings {
         let others: Vec<&str> = objects.iter().skip(1).take(3).map(String::as_str).collect();
         let others = match objects.len() - 1 {
             0 => String::new(),
@@ -212,18 +218,15 @@ fn attachments(node: &Examined<'_>) -> CheckOutcome {
         }
         let texts: Vec<String> = differing.iter().map(|fact| format!("{}: {}", fact.kind, fact.text())).collect();
         let (object, problem) = (format!("{}:", name_of(&report.id)), texts.join("; "));
-        match differing.iter().all(|fact| RULE_KINDS.contains(&fact.kind)) {
-            true => {
-                outcome.add_problem(object, problem, format!("cnitool rules restore {}", quoted(&report.id.network)))
-            }
-            false => outcome.add_problem_with_advice(object, problem, RECREATE_ADVICE),
-        }
+        let fix = match differing.iter().all(|fact| RULE_KINDS.contains(&fact.kind)) {
+            true => format!("cnitool rules restore {}", quoted(&report.id.network)).into(),
+            // Only rules can be restored.
+            false => advice("delete the container and create it again: only its ADD creates this"),
+        };
+        outcome.add(object, problem, fix);
     }
     outcome.with_summary("every attachment agrees with its result and its configuration")
 }
-
-/// The advice for differences that `cnitool rules restore` does not repair.
-const RECREATE_ADVICE: &str = "delete the container and create it again: only its ADD creates this";
 
 /// Reports the leftovers that `inspect` finds.
 fn left_over(node: &Examined<'_>) -> CheckOutcome {
@@ -231,7 +234,7 @@ fn left_over(node: &Examined<'_>) -> CheckOutcome {
     for leftover in leftovers::list(&node.snapshot, node.context.call) {
         let (kind, object) = (leftover.kind, leftover.text());
         let what = format!("{kind} {object}: {}", leftover.reason);
-        outcome.push(&what, object, kind.to_owned(), Some(leftover.command), None);
+        outcome.push(what, object, kind.to_owned(), leftover.command.into());
     }
     // A command for each of many objects would be hard to read.
     for finding in outcome.findings.iter_mut().filter(|finding| finding.objects.len() > 3) {
@@ -240,7 +243,7 @@ fn left_over(node: &Examined<'_>) -> CheckOutcome {
             "rule" | "reservation" | "backup" | "lease" => "cnitool gc --unknown",
             _ => continue,
         };
-        finding.command = Some(for_all.to_owned());
+        finding.fix = for_all.to_owned().into();
     }
     outcome
         .with_summary("every link, rule, reservation, record, lease and cache entry belongs to an existing container")
@@ -254,13 +257,7 @@ impl Examined<'_> {
     fn a_used_network_sets(&self, keys: &[&str]) -> bool {
         let sets_a_key =
             |config: &[u8]| plugins_in(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
-        let links = self.snapshot.attachments.attached_links();
-        let has_host_link = |entry: &&Entry| {
-            links.iter().any(|(attachment, _)| {
-                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
-            })
-        };
-        if self.snapshot.attachments.cached.iter().filter(has_host_link).any(|entry| sets_a_key(&entry.config)) {
+        if self.snapshot.attachments.entries_with_link(|_| true).any(|entry| sets_a_key(&entry.config)) {
             return true;
         }
         let used_bridges = self.snapshot.bridges();

@@ -1,6 +1,7 @@
 //! Checks files: the networks' configurations, the plugins and their STATUS, the permissions of
 //! files and folders, and the reservations with their ranges.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,7 @@ use cni::config::NetConf;
 use cni::delegate::find_plugin;
 use libcni::NetworkList;
 
-use super::{CheckOutcome, Examined};
+use super::{CheckOutcome, Examined, advice};
 use crate::call::own_uid;
 use crate::node::ipam::{NEARLY_FULL_PERCENT, used_percent};
 use crate::node::leftovers::quoted;
@@ -26,12 +27,10 @@ pub(super) fn networks(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     for file in node.conf_files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
-            Err(error) => {
-                outcome.add_problem(format!("{path}:"), error.to_string(), format!("cnitool validate {path}"))
-            }
+            Err(error) => outcome.add(format!("{path}:"), error.to_string(), format!("cnitool validate {path}")),
             Ok(list) if names.iter().any(|name| name == list.name()) => {
                 let problem = format!("is never used: another file defines network {:?} too", list.name());
-                outcome.add_problem(&path, problem, format!("mv {path} {path}.unused"));
+                outcome.add(&path, problem, format!("mv {path} {path}.unused"));
             }
             Ok(list) => names.push(list.name().to_owned()),
         }
@@ -46,44 +45,28 @@ pub(super) fn networks(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
 /// files, the result cache and the reservations.
 pub(super) fn folders(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("folders");
-    let mut checked: Vec<PathBuf> = Vec::new();
-    let mut check_once = |path: &Path, outcome: &mut CheckOutcome| {
-        if checked.iter().any(|known| known == path) {
-            return;
-        }
-        checked.push(path.to_owned());
-        check_permissions(path, outcome);
-    };
-    check_once(node.context.conf_folder().path(), &mut outcome);
+    let mut paths: Vec<PathBuf> = vec![node.context.conf_folder().path().to_owned()];
     for list in &node.snapshot.networks {
         for kind in plugin_types(list) {
             match find_plugin(&kind, &node.runtime.plugin_folders) {
-                Ok(path) => {
-                    if let Some(folder) = path.parent() {
-                        check_once(folder, &mut outcome);
-                    }
-                    check_once(&path, &mut outcome);
-                }
+                Ok(path) => paths.extend(path.parent().map(Path::to_owned).into_iter().chain([path.clone()])),
                 Err(error) => {
                     let folder = node.runtime.plugin_folders.first().cloned().unwrap_or_default();
                     let command = format!("install -m 755 {} {}", quoted(&kind), quoted(&folder.to_string_lossy()));
-                    outcome.add_problem(format!("network {}:", list.name()), error.to_string(), command);
+                    outcome.add(format!("network {}:", list.name()), error.to_string(), command);
                 }
             }
         }
     }
     // If the folder cannot be read, the check `networks` fails.
-    for file in node.conf_files().unwrap_or_default() {
-        check_once(&file.path, &mut outcome);
-    }
+    paths.extend(node.conf_files().unwrap_or_default().into_iter().map(|file| file.path));
     // The result cache, and the folder of the socket of dhcp's daemon.
     let cache_dir = node.context.cache_dir();
-    for path in [cache_dir, &cache_dir.join("results"), Path::new("/run/cni")] {
-        check_once(path, &mut outcome);
-    }
-    for listed in &node.snapshot.pools {
-        check_once(&listed.pool.folder(), &mut outcome);
-    }
+    paths.extend([cache_dir.to_owned(), cache_dir.join("results"), "/run/cni".into()]);
+    paths.extend(node.snapshot.pools.iter().map(|listed| listed.pool.folder()));
+    let mut checked = BTreeSet::new();
+    paths.retain(|path| checked.insert(path.clone()));
+    paths.iter().for_each(|path| check_permissions(path, &mut outcome));
     outcome.with_summary("all plugins exist, and only root can change them, the networks and the result cache")
 }
 
@@ -112,12 +95,12 @@ fn check_permissions(path: &Path, outcome: &mut CheckOutcome) {
     if mode & (GROUP_WRITE | OTHERS_WRITE) != 0 {
         let who = if mode & OTHERS_WRITE != 0 { "every user" } else { "its group" };
         let problem = format!("can be changed by {who} (mode {mode:04o})");
-        outcome.add_problem(&path, problem, format!("chmod go-w {path}"));
+        outcome.add(&path, problem, format!("chmod go-w {path}"));
     }
     // The user that runs cnitool need not have the ID 0 in a user namespace.
     if metadata.uid() != 0 && metadata.uid() != own_uid() {
         let problem = format!("belongs to user {} and not to root", metadata.uid());
-        outcome.add_problem(&path, problem, format!("chown root {path}"));
+        outcome.add(&path, problem, format!("chown root {path}"));
     }
 }
 
@@ -138,10 +121,11 @@ pub(super) fn status(node: &Examined<'_>) -> CheckOutcome {
             let (object, problem) = (format!("network {}:", list.name()), error.to_string());
             // STATUS has one code for all problems, so an error about dhcp's daemon is recognized
             // by its text.
-            match problem.contains("DHCP daemon") {
-                true => outcome.add_problem_with_advice(object, problem, DAEMON_ADVICE),
-                false => outcome.add_problem(object, problem, format!("cnitool status {}", quoted(list.name()))),
-            }
+            let fix = match problem.contains("DHCP daemon") {
+                true => advice(DAEMON_ADVICE),
+                false => format!("cnitool status {}", quoted(list.name())).into(),
+            };
+            outcome.add(object, problem, fix);
         }
     }
     outcome.with_summary("every network's plugins report that they can handle an ADD")
@@ -157,36 +141,28 @@ pub(super) fn addresses(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("addresses");
     let mut fullest_percent = 0;
     for ListedPool { pool, unusual, .. } in &node.snapshot.pools {
-        let (network, folder, store) = (&pool.network, pool.folder(), pool.store(&node.context.notes));
-        let sets = pool.ranges.as_ref().map_or_else(|_| Ok(Vec::new()), |ranges| store.usage(ranges))?;
-        for set in sets {
+        let (object, network) = (format!("network {}:", pool.network), quoted(&pool.network));
+        for set in pool.usage(&node.context.notes)? {
             let percent = used_percent(&set);
             fullest_percent = fullest_percent.max(percent);
             if percent >= NEARLY_FULL_PERCENT {
                 let problem = format!("{} of {} addresses of {} are used", set.used, set.total, set.set);
-                outcome.add_problem(
-                    format!("network {network}:"),
-                    problem,
-                    format!("cnitool ipam gc {} --dry-run", quoted(network)),
-                );
+                outcome.add(&object, problem, format!("cnitool ipam gc {network} --dry-run"));
             }
         }
         // STATUS reports other reasons why the folder cannot be written.
         if pool.is_configured
-            && let Ok(Some(shortage)) = store.check_writable()
+            && let Ok(Some(shortage)) = pool.store(&node.context.notes).check_writable()
         {
             let data_dir = quoted(&pool.data_dir.to_string_lossy());
-            let command = format!("df -h {data_dir}; df -i {data_dir}");
-            outcome.add_problem(format!("network {network}:"), shortage.to_string(), command);
+            outcome.add(&object, shortage.to_string(), format!("df -h {data_dir}; df -i {data_dir}"));
         }
         for (address, what) in unusual {
-            let file = folder.join(address.to_string());
-            let advice = format!(
-                "find the container that uses the address (cnitool ipam show {}); if none does, remove the file",
-                quoted(network)
+            let file = pool.folder().join(address.to_string());
+            let fix = format!(
+                "find the container that uses the address (cnitool ipam show {network}); if none does, remove the file"
             );
-            let object = format!("network {network}: {}:", quoted(&file.to_string_lossy()));
-            outcome.add_problem_with_advice(object, what, advice);
+            outcome.add(format!("{object} {}:", quoted(&file.to_string_lossy())), what, advice(fix));
         }
     }
     Ok(outcome.with_summary(format!("no range is more than {fullest_percent}% full")))

@@ -10,7 +10,7 @@ use cni_plugin::interface::disabled_forwarding;
 
 use super::{CheckOutcome, Examined};
 use crate::node::leftovers::quoted;
-use crate::node::result_of;
+use crate::node::{name_of, result_of};
 
 /// Checks that the host forwards packets, if a network that containers use needs forwarding. Agrees
 /// with CHECK of bridge and ptp.
@@ -37,11 +37,8 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
     }
     sysctls.dedup();
     for name in sysctls.iter().map(|name| dotted(name)) {
-        outcome.add_problem(
-            &name,
-            "is 0: containers reach their bridge, but no other network",
-            format!("sysctl -w {}=1", quoted(&name)),
-        );
+        let problem = "is 0: containers reach their bridge, but no other network";
+        outcome.add(&name, problem, format!("sysctl -w {}=1", quoted(&name)));
     }
     outcome.with_summary("the host forwards packets of containers")
 }
@@ -62,25 +59,19 @@ pub(super) fn links(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("links");
     let bridges = node.snapshot.bridges();
     for bridge in bridges.iter().filter(|bridge| !bridge.up) {
-        let object = format!("bridge {}", bridge.name);
-        outcome.add_problem(
-            object,
-            "is down: its containers cannot communicate",
-            format!("ip link set dev {} up", quoted(&bridge.name)),
-        );
+        let problem = "is down: its containers cannot communicate";
+        outcome.add(format!("bridge {}", bridge.name), problem, set_link(&bridge.name, "up"));
     }
     let attached_links = node.snapshot.attachments.attached_links();
     for (attachment, link) in &attached_links {
-        let AttachmentId { network, container_id, ifname } = attachment;
-        let object = format!("host link {} ({network} {container_id} {ifname})", link.name);
+        let object = format!("host link {} ({})", link.name, name_of(attachment));
         if !link.up {
-            outcome.add_problem(object, "is down", format!("ip link set dev {} up", quoted(&link.name)));
+            outcome.add(object, "is down", set_link(&link.name, "up"));
         } else if link.oper_state == OperState::Down
             && find_container_end(node, attachment).is_some_and(|container_end| !container_end.up)
         {
-            let netns = netns_of(node, attachment).unwrap_or_default();
-            let command = format!("nsenter --net={} ip link set dev {} up", quoted(&netns), quoted(ifname));
-            outcome.add_problem(object, "has no carrier: the container's end is down", command);
+            let problem = "has no carrier: the container's end is down";
+            outcome.add(object, problem, set_container_end(node, attachment, "up"));
         }
     }
     for bridge in bridges {
@@ -90,7 +81,7 @@ pub(super) fn links(node: &Examined<'_>) -> CheckOutcome {
         };
         for link in node.snapshot.attachments.links.iter().filter(is_other_port).filter(|link| !link.up) {
             let problem = format!(", a port of {}, is down", bridge.name);
-            outcome.add_problem(&link.name, problem, format!("ip link set dev {} up", quoted(&link.name)));
+            outcome.add(&link.name, problem, set_link(&link.name, "up"));
         }
     }
     outcome.with_summary(match attached_links.len() {
@@ -102,8 +93,19 @@ pub(super) fn links(node: &Examined<'_>) -> CheckOutcome {
 /// Returns the path of an attachment's namespace, or `None` if the result cache does not have the
 /// path.
 fn netns_of(node: &Examined<'_>, attachment: &AttachmentId) -> Option<String> {
-    let entry = node.snapshot.attachments.cached.iter().find(|entry| entry.id() == *attachment)?;
+    let entry = node.snapshot.attachments.find_entry(attachment)?;
     Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
+}
+
+/// Returns the command that changes a link of the host.
+fn set_link(name: &str, change: &str) -> String {
+    format!("ip link set dev {} {change}", quoted(name))
+}
+
+/// Returns the command that changes an attachment's link in the container.
+fn set_container_end(node: &Examined<'_>, attachment: &AttachmentId, change: &str) -> String {
+    let netns = netns_of(node, attachment).unwrap_or_default();
+    format!("nsenter --net={} {}", quoted(&netns), set_link(&attachment.ifname, change))
 }
 
 /// Returns the attachment's link in the container, or `None` if the link does not exist or the
@@ -126,18 +128,14 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let attached_links = node.snapshot.attachments.attached_links();
     for (attachment, host_end) in &attached_links {
         let Some(container_end) = find_container_end(node, attachment) else { continue };
-        let AttachmentId { network, container_id, ifname } = attachment;
+        let AttachmentId { network, ifname, .. } = attachment;
         if container_end.mtu != host_end.mtu {
-            let object = format!("{network} {container_id} {ifname}:");
             let problem = format!(
                 "{ifname} in the container has the MTU {}, but its host end {} has {}: larger packets are lost",
                 container_end.mtu, host_end.name, host_end.mtu
             );
-            outcome.add_problem(
-                object,
-                problem,
-                format!("ip link set dev {} mtu {}", quoted(&host_end.name), container_end.mtu),
-            );
+            let command = set_link(&host_end.name, &format!("mtu {}", container_end.mtu));
+            outcome.add(format!("{}:", name_of(attachment)), problem, command);
         }
         let bridge = node.snapshot.attachments.links.iter().find(|link| Some(link.index) == host_end.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < host_end.mtu)
@@ -148,11 +146,8 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
                 "has the MTU {}, but its port {} has {}: larger packets are lost",
                 bridge.mtu, host_end.name, host_end.mtu
             );
-            outcome.add_problem(
-                format!("bridge {}", bridge.name),
-                problem,
-                format!("ip link set dev {} mtu {}", quoted(&bridge.name), host_end.mtu),
-            );
+            let command = set_link(&bridge.name, &format!("mtu {}", host_end.mtu));
+            outcome.add(format!("bridge {}", bridge.name), problem, command);
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < container_end.mtu)
             && !reported_networks.contains(&network.as_str())
@@ -163,12 +158,10 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
                  not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",
                 container_end.mtu, uplink.name, uplink.mtu, uplink.mtu
             );
-            let netns = netns_of(node, attachment).unwrap_or_default();
-            let set_container_end =
-                format!("nsenter --net={} ip link set dev {} mtu {}", quoted(&netns), quoted(ifname), uplink.mtu);
-            let set_host_end = format!("ip link set dev {} mtu {}", quoted(&host_end.name), uplink.mtu);
-            let command = format!("{set_container_end} && {set_host_end}");
-            outcome.add_problem(format!("network {network}:"), problem, command);
+            let change = format!("mtu {}", uplink.mtu);
+            let inside = set_container_end(node, attachment, &change);
+            let command = format!("{inside} && {}", set_link(&host_end.name, &change));
+            outcome.add(format!("network {network}:"), problem, command);
         }
     }
     Ok(outcome.with_summary("the MTUs of links, bridges and the uplink are consistent"))
@@ -230,7 +223,7 @@ pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
                     );
                     // The loose mode is the largest value, so it takes effect whatever `all` is.
                     let name = dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
-                    outcome.add_problem(object, problem, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
+                    outcome.add(object, problem, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
                     break;
                 }
             }

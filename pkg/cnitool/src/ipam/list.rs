@@ -17,8 +17,8 @@ impl IpamContext<'_> {
     pub(super) fn list(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let mut rows: Vec<Value> = Vec::new();
         for pool in self.list_pools()? {
-            let (store, network, folder) = (pool.store(&self.context.notes), &pool.network, pool.folder());
-            let mut outside = store.count()? as u128;
+            let (network, folder) = (&pool.network, pool.folder().display().to_string());
+            let mut outside = pool.store(&self.context.notes).count()? as u128;
             let mut add = |range: Option<&str>,
                            used: u128,
                            total: Option<u128>,
@@ -27,11 +27,9 @@ impl IpamContext<'_> {
                 // JSON's numbers are not exact beyond 64 bits.
                 let [used, total, percent] =
                     [Some(used), total, percent].map(|n| n.map(|n| u64::try_from(n).unwrap_or(u64::MAX)));
-                let folder = folder.display().to_string();
                 rows.push(json!({"network": network, "range": range, "used": used, "total": total, "percent": percent, "folder": folder, "note": note}));
             };
-            let sets = pool.ranges.as_ref().map_or_else(|_| Ok(Vec::new()), |ranges| store.usage(ranges))?;
-            for usage in &sets {
+            for usage in &pool.usage(&self.context.notes)? {
                 let Usage { set, used, total, .. } = usage;
                 outside = outside.saturating_sub(*used);
                 add(Some(set), *used, Some(*total), Some(used_percent(usage)), None);

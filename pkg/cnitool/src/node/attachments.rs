@@ -5,7 +5,7 @@
 //!
 //! Every verb that reports or removes leftovers decides with [`Liveness`].
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use cni::machine::Machine;
 use cni::result::AddResult;
@@ -71,8 +71,9 @@ pub(crate) struct CheckedReservation {
 pub(crate) struct Attachments {
     /// The entries of all result caches.
     pub(crate) cached: Vec<Entry>,
-    /// The attachments of these entries by their alias.
-    pub(super) by_alias: HashMap<String, AttachmentId>,
+    /// The attachments of these entries, and the position of each by its alias.
+    ids: Vec<AttachmentId>,
+    by_alias: HashMap<String, usize>,
     /// A line for each file of a result cache without a usable entry.
     pub(crate) unreadable: Vec<String>,
     /// The links in the namespace of this process, which is the host's.
@@ -92,10 +93,12 @@ impl Attachments {
         let Listing { entries: cached, problems } = read_caches(context, network)?;
         problems.iter().for_each(|problem| context.notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
-        let by_alias = cached.iter().map(|entry| (entry.id().alias(), entry.id())).collect();
-        let aliased = |link: &Link| Some((attachment_in_alias(link, &by_alias)?, link.clone()));
-        let aliased_links = links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
-        Ok(Attachments { cached, by_alias, unreadable: problems, links, aliased_links })
+        let ids: Vec<AttachmentId> = cached.iter().map(Entry::id).collect();
+        let by_alias = ids.iter().map(AttachmentId::alias).zip(0..).collect();
+        let mut found = Attachments { cached, ids, by_alias, unreadable: problems, links, aliased_links: Vec::new() };
+        let aliased = |link: &Link| Some((found.attachment_in_alias(link)?, link.clone()));
+        found.aliased_links = found.links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
+        Ok(found)
     }
 
     /// Finds out whether each reservation of `network` is in use:
@@ -147,11 +150,30 @@ impl Attachments {
         self.by_alias.contains_key(&attachment.alias())
     }
 
+    /// Returns the cache entry of an attachment.
+    pub(crate) fn find_entry(&self, attachment: &AttachmentId) -> Option<&Entry> {
+        self.cached.get(*self.by_alias.get(&attachment.alias())?)
+    }
+
     /// Whether the result cache has the owner of an object, or a link of the host has its alias.
     pub(crate) fn has_owner(&self, owner: &Owner) -> bool {
         let aliased = self.aliased_links.iter().map(|(attachment, _)| attachment);
         owner.attachment().is_some_and(|attachment| self.is_cached(&attachment))
-            || self.by_alias.values().chain(aliased).any(|attachment| owner.matches(attachment))
+            || self.ids.iter().chain(aliased).any(|attachment| owner.matches(attachment))
+    }
+
+    /// Returns the attachment that a link's alias names, or `None` if it names none. If the alias
+    /// has only the hash of a long container ID and the result cache does not have the attachment,
+    /// its container ID is `#` and the hash.
+    pub(super) fn attachment_in_alias(&self, link: &Link) -> Option<AttachmentId> {
+        let alias = attachment_alias_in(link.alias.as_deref()?);
+        if let Some(position) = self.by_alias.get(&alias) {
+            return self.ids.get(*position).cloned();
+        }
+        let parsed = AttachmentId::parse(&alias)?;
+        // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.
+        let hash = alias.split('/').nth(1).unwrap_or_default().to_owned();
+        Some(AttachmentId::new(parsed.network, parsed.container_id.unwrap_or(hash), parsed.ifname))
     }
 
     /// Returns the links on the host that belong to attachments. A link is found by its alias. The
@@ -161,28 +183,31 @@ impl Attachments {
     pub(crate) fn attached_links(&self) -> Vec<(AttachmentId, &Link)> {
         let mut attached: Vec<(AttachmentId, &Link)> =
             self.aliased_links.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
-        for entry in &self.cached {
-            let attachment = entry.id();
-            if attached.iter().any(|(known, _)| *known == attachment) {
+        let aliased: HashSet<String> = attached.iter().map(|(attachment, _)| attachment.alias()).collect();
+        for (entry, attachment) in self.cached.iter().zip(&self.ids) {
+            if aliased.contains(&attachment.alias()) {
                 continue;
             }
             let result = result_of(entry).unwrap_or_default();
             let found = self.links.iter().find(|link| is_veth_of_result(link, &result));
-            attached.extend(found.map(|link| (attachment, link)));
+            attached.extend(found.map(|link| (attachment.clone(), link)));
         }
         attached
     }
 
+    /// Returns the cached attachments of the containers that have a link on the host for which
+    /// `condition` is true.
+    pub(crate) fn entries_with_link(&self, condition: impl Fn(&Link) -> bool) -> impl Iterator<Item = &Entry> {
+        let links = self.attached_links().into_iter().filter(|(_, link)| condition(link));
+        let containers: HashSet<(String, String)> = links.map(|(id, _)| (id.network, id.container_id)).collect();
+        let has_link =
+            move |entry: &&Entry| containers.contains(&(entry.network.clone(), entry.attachment.container_id.clone()));
+        self.cached.iter().filter(has_link)
+    }
+
     /// Returns the cached attachments of the containers that have a port on `bridge`.
-    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> Vec<&Entry> {
-        let mut ports = self.attached_links();
-        ports.retain(|(_, link)| link.master == Some(bridge.index));
-        let has_port = |entry: &&Entry| {
-            ports.iter().any(|(attachment, _)| {
-                attachment.network == entry.network && attachment.container_id == entry.attachment.container_id
-            })
-        };
-        self.cached.iter().filter(has_port).collect()
+    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> impl Iterator<Item = &Entry> {
+        self.entries_with_link(|link| link.master == Some(bridge.index))
     }
 }
 
@@ -217,20 +242,6 @@ fn is_veth_of_result(link: &Link, result: &AddResult) -> bool {
     let mut on_host = result.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
     link.kind == LinkKind::Veth
         && on_host.any(|listed| listed.name == link.name && listed.mac.eq_ignore_ascii_case(&mac))
-}
-
-/// Returns the attachment that a link's alias names, or `None` if it names none. If the alias has
-/// only the hash of a long container ID and `by_alias`, the cached attachments, does not have it, its
-/// container ID is `#` and the hash.
-pub(super) fn attachment_in_alias(link: &Link, by_alias: &HashMap<String, AttachmentId>) -> Option<AttachmentId> {
-    let alias = attachment_alias_in(link.alias.as_deref()?);
-    if let Some(attachment) = by_alias.get(&alias) {
-        return Some(attachment.clone());
-    }
-    let parsed = AttachmentId::parse(&alias)?;
-    // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.
-    let hash = alias.split('/').nth(1).unwrap_or_default().to_owned();
-    Some(AttachmentId::new(parsed.network, parsed.container_id.unwrap_or(hash), parsed.ifname))
 }
 
 /// Extracts the attachment's alias from the alias of a link. bridge gives the alias

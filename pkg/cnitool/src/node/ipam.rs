@@ -54,6 +54,14 @@ impl NetworkPool {
         Store::open(&self.data_dir, &self.network, Options { cooldown: self.cooldown, ..options })
     }
 
+    /// Returns the usage of each range set, none if the ranges are not known.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    pub(crate) fn usage(&self, notes: &Notes) -> Result<Vec<Usage>, Error> {
+        self.ranges.as_ref().map_or_else(|_| Ok(Vec::new()), |ranges| self.store(notes).usage(ranges))
+    }
+
     /// Returns the folder with the files of the reservations.
     pub(crate) fn folder(&self) -> PathBuf {
         self.data_dir.join(&self.network)

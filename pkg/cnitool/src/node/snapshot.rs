@@ -9,7 +9,7 @@ use cni_linux::Link;
 use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease};
 
-use super::attachments::{Attachments, CheckedReservation, attachment_in_alias};
+use super::attachments::{Attachments, CheckedReservation};
 use super::bridges_of;
 use super::ipam::{IpamContext, NetworkPool, sockets};
 use super::objects::{self, Object};
@@ -56,7 +56,7 @@ impl Snapshot {
         // Other programs use ifbs too, under other names.
         let is_own = |link: &&Link| link.is_ifb() && AttachmentId::is_ifb_name(&link.name);
         let ifbs = attachments.links.iter().filter(is_own);
-        let ifbs = ifbs.map(|ifb| (attachment_in_alias(ifb, &attachments.by_alias), ifb.clone())).collect();
+        let ifbs = ifbs.map(|ifb| (attachments.attachment_in_alias(ifb), ifb.clone())).collect();
         let ipam = IpamContext { context, data_dir: None };
         let mut pools = Vec::new();
         for pool in ipam.list_pools()? {
