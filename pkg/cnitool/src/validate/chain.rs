@@ -61,11 +61,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         let kind = object["type"].as_str().unwrap_or_default();
         let ipam = plugins::ipam_type(object);
         let listed = ListedPlugin { path: &path, kind, ipam, object, request };
-        if index == 0 {
-            problems.extend(listed.check_as_first());
-        } else {
-            problems.extend(listed.check_interface_exists(&earlier));
-        }
+        problems.extend(listed.check_position(index, &earlier));
         problems.extend(listed.check_ipam_type());
         problems.extend(listed.check_shared_ranges(&earlier));
         if kind == "bridge" {
@@ -98,11 +94,6 @@ impl ListedPlugin<'_> {
         plugins::role(self.kind)
     }
 
-    /// Whether the plugin works only after the plugin that creates the interface.
-    fn needs_prev_result(&self) -> bool {
-        matches!(self.role(), Some(Role::Chained | Role::IpamOrChained))
-    }
-
     /// Returns an error about one of the plugin's keys.
     fn error(&self, key: &str, what: impl Into<String>) -> Problem {
         Problem::error(document::path_of(self.path, key), what)
@@ -114,26 +105,22 @@ impl ListedPlugin<'_> {
     }
 
     /// Reports a chained plugin at the beginning of the list, unless its configuration contains a
-    /// `prevResult`.
-    fn check_as_first(&self) -> Option<Problem> {
-        if !self.needs_prev_result() || !self.object["prevResult"].is_null() {
-            return None;
+    /// `prevResult`, and one behind plugins that do not create the interface.
+    fn check_position(&self, index: usize, earlier: &Earlier) -> Option<Problem> {
+        let kind = self.kind;
+        match self.role()? {
+            Role::Chained | Role::IpamOrChained if index == 0 => self.object["prevResult"].is_null().then(|| {
+                let what = format!(
+                    "{kind} needs the result of an earlier plugin: put it after the plugin that creates the interface, \
+                     for example bridge"
+                );
+                self.error("type", what)
+            }),
+            Role::Chained | Role::IpamOrChained if !earlier.may_create_interface => {
+                Some(self.warning("type", format!("no plugin before {kind} creates the container's interface")))
+            }
+            _ => None,
         }
-        let what = format!(
-            "{} needs the result of an earlier plugin: put it after the plugin that creates the interface, for \
-             example bridge",
-            self.kind
-        );
-        Some(self.error("type", what))
-    }
-
-    /// Reports a chained plugin if no earlier plugin creates the interface.
-    fn check_interface_exists(&self, earlier: &Earlier) -> Option<Problem> {
-        if !self.needs_prev_result() || earlier.may_create_interface {
-            return None;
-        }
-        let what = format!("no plugin before {} creates the container's interface", self.kind);
-        Some(self.warning("type", what))
     }
 
     /// Reports an IPAM plugin outside of `ipam`, and a plugin in `ipam` that is not an IPAM plugin.
@@ -160,8 +147,7 @@ impl ListedPlugin<'_> {
             // ADD returns the address that the earlier plugin has reserved, instead of failing.
             return problems;
         }
-        let Some(pool) = self.pool() else { return problems };
-        let Some(own_ranges) = &pool.ranges else { return problems };
+        let Some(Pool { data_dir, ranges: Some(own_ranges), .. }) = self.pool() else { return problems };
         for (path, other) in &earlier.pools {
             let Some(other_ranges) = &other.ranges else { continue };
             let what = |outcome: &str| {
@@ -171,10 +157,10 @@ impl ListedPlugin<'_> {
             };
             // The earlier plugin reserves an address from each of its sets. If this plugin's ranges
             // contain all addresses of a set, they contain the reserved address.
-            let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(own_ranges, range));
-            if other.data_dir == pool.data_dir && other_ranges.sets().iter().any(is_covered) {
+            let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(&own_ranges, range));
+            if other.data_dir == data_dir && other_ranges.sets().iter().any(is_covered) {
                 problems.push(self.error("ipam", what("fails")));
-            } else if overlap(other_ranges, own_ranges) {
+            } else if overlap(other_ranges, &own_ranges) {
                 problems.push(self.warning("ipam", what("fails if both choose the same address")));
             }
         }
@@ -202,21 +188,18 @@ impl ListedPlugin<'_> {
 
     /// Returns the name of the bridge that this plugin, of type `bridge`, uses.
     fn bridge(&self) -> String {
-        match self.object["bridge"].as_str() {
-            None | Some("") => plugin_bridge::DEFAULT_BRIDGE.to_owned(),
-            Some(name) => name.to_owned(),
-        }
+        let name = self.object["bridge"].as_str().filter(|name| !name.is_empty());
+        name.unwrap_or(plugin_bridge::DEFAULT_BRIDGE).to_owned()
     }
 
     /// Checks the keys about addresses, routes, gateways and the MTU of a plugin that creates an
     /// interface. Reports nothing for IPAM plugins other than host-local, because their addresses
     /// are not known. `plugin` is this plugin's code.
     fn check_addressing(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
-        if self.ipam.is_empty() {
-            return self.check_without_ipam(version);
-        }
-        if self.ipam != "host-local" {
-            return Vec::new();
+        match self.ipam {
+            "" => return self.check_without_ipam(version),
+            "host-local" => {}
+            _ => return Vec::new(),
         }
         if earlier.may_add_addresses {
             // The earlier addresses are not known and may reach every gateway, so 0.0.0.0/0 and
@@ -277,11 +260,12 @@ impl ListedPlugin<'_> {
         let always_fails = !runtime_sets_ranges && simulate(&self.request).iter().all(Result::is_err);
         // Fails if ADD fails with one of the possible results.
         let check = |request: &Value| simulate(request).into_iter().collect::<Result<(), String>>();
-        let mut problems = Vec::new();
-        for (path, what) in locate::errors(&self.request, &["cniVersion", "name", "type"], &check) {
-            problems.push(if always_fails { self.error(&path, what) } else { self.warning(&path, what) });
-        }
-        problems
+        let errors = locate::errors(&self.request, &["cniVersion", "name", "type"], &check).into_iter();
+        let as_problem = |(path, what): (String, String)| match always_fails {
+            true => self.error(&path, what),
+            false => self.warning(&path, what),
+        };
+        errors.map(as_problem).collect()
     }
 
     /// Reports an interface on the network of its master that gets only IPv4 addresses from IPAM,
@@ -289,8 +273,8 @@ impl ListedPlugin<'_> {
     /// of the file, which are not known here. An empty `acceptRa` counts as absent.
     fn check_advertisements(&self, document: &Value) -> Option<Problem> {
         let is_on_network_of_master = ["macvlan", "ipvlan", "vlan"].contains(&self.kind);
-        let is_decided = !["", "null"].contains(&self.object["acceptRa"].as_str().unwrap_or("null"))
-            || !self.object["enableSlaac"].is_null();
+        let accept_ra = self.object["acceptRa"].as_str().unwrap_or_default();
+        let is_decided = !["", "null"].contains(&accept_ra) || !self.object["enableSlaac"].is_null();
         let has_slaac = document::plugins(document).iter().any(|(_, plugin)| plugin["type"] == json!("slaac"));
         if !is_on_network_of_master || is_decided || has_slaac || !self.has_only_ipv4() {
             return None;
@@ -309,11 +293,9 @@ impl ListedPlugin<'_> {
                 sets.is_some_and(|sets| sets.sets().iter().all(RangeSet::is_ipv4))
             }
             "static" => {
-                let addresses = self.object["ipam"]["addresses"].as_array();
-                addresses.is_some_and(|list| {
-                    !list.is_empty()
-                        && list.iter().all(|entry| entry["address"].as_str().is_some_and(|text| !text.contains(':')))
-                })
+                let addresses = self.object["ipam"]["addresses"].as_array().filter(|list| !list.is_empty());
+                let is_ipv4 = |entry: &Value| entry["address"].as_str().is_some_and(|text| !text.contains(':'));
+                addresses.is_some_and(|list| list.iter().all(is_ipv4))
             }
             _ => false,
         }
@@ -323,17 +305,11 @@ impl ListedPlugin<'_> {
     /// which tuning ignores, and values below 0 or above `i32::MAX`, which tuning's own check
     /// reports.
     fn check_tuned_mtu(&self, earlier: &Earlier) -> Option<Problem> {
-        if self.kind != "tuning" || earlier.bridge.is_none() {
-            return None;
-        }
-        let mtu = self.object["mtu"].as_i64()?;
+        let mtu = self.object["mtu"].as_i64().filter(|_| self.kind == "tuning" && earlier.bridge.is_some())?;
         let tuning_sets_it = (1..=i64::from(i32::MAX)).contains(&mtu);
-        if !tuning_sets_it || VETH_MTU.contains(&mtu) {
-            return None;
-        }
         let (least, most) = (VETH_MTU.start(), VETH_MTU.end());
-        let what = format!("the interface of bridge can have an MTU from {least} to {most}, not {mtu}");
-        Some(self.error("mtu", what))
+        let what = || format!("the interface of bridge can have an MTU from {least} to {most}, not {mtu}");
+        (tuning_sets_it && !VETH_MTU.contains(&mtu)).then(|| self.error("mtu", what()))
     }
 
     /// Returns the folder and the ranges in which host-local would reserve addresses, or `None` if
@@ -380,7 +356,7 @@ fn simulate_add(plugin: &dyn Plugin, request: &Value, earlier_addresses: &[Cidr]
 
 /// Whether a range of `a` and a range of `b` have a common address.
 fn overlap(a: &RangeSets, b: &RangeSets) -> bool {
-    ranges(a).any(|range_of_a| ranges(b).any(|range_of_b| have_common_address(range_of_a, range_of_b)))
+    ranges(a).any(|one| ranges(b).any(|other| have_common_address(one, other)))
 }
 
 /// Whether two ranges have a common address: then one contains the first address of the other.

@@ -7,25 +7,7 @@ use cni::json::Json;
 use libcni::{ConfFile, NetworkList};
 use serde_json::{Map, Value};
 
-use super::Problem;
-
-/// The usual spelling of the keys that other modules look up by name.
-const USUAL_SPELLING: [&str; 14] = [
-    "cniVersion",
-    "cniVersions",
-    "name",
-    "plugins",
-    "disableCheck",
-    "disableGC",
-    "loadOnlyInlinedPlugins",
-    "args",
-    "type",
-    "capabilities",
-    "ipam",
-    "dns",
-    "runtimeConfig",
-    "prevResult",
-];
+use super::{LIST_KEYS, Problem, STANDARD_KEYS};
 
 /// How the keys of an object are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,9 +19,6 @@ enum ObjectKind {
     /// As `Map`, but duplicate keys are errors, because tuning refuses them.
     Sysctls,
 }
-
-/// The extensions of the files that runtimes read.
-const EXTENSIONS: [&str; 3] = ["conflist", "conf", "json"];
 
 /// Returns the document in `text`, with the keys of structures in their usual spelling. Adds a
 /// problem for each duplicate key.
@@ -63,8 +42,8 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
 /// # Errors
 /// A problem if a runtime cannot load the file.
 pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result<(), Problem> {
-    let Some(extension) = path.extension() else { return Ok(()) };
-    if !EXTENSIONS.iter().any(|known| extension == *known) {
+    let extension = path.extension().unwrap_or_default();
+    if !["conflist", "conf", "json"].iter().any(|known| extension == *known) {
         return Ok(());
     }
     let is_list = extension == "conflist";
@@ -76,10 +55,9 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
         }
         Err(error) => return Err(Problem::error("", error.to_string())),
     };
-    let inlined_count = document["plugins"].as_array().map_or(0, Vec::len);
-    if is_list && list.plugins().len() > inlined_count {
-        let mut plugins = document["plugins"].as_array().cloned().unwrap_or_default();
-        for plugin in list.plugins().iter().skip(inlined_count) {
+    let mut plugins = document["plugins"].as_array().cloned().unwrap_or_default();
+    if is_list && list.plugins().len() > plugins.len() {
+        for plugin in list.plugins().iter().skip(plugins.len()) {
             let Ok(raw) = plugin.members().to_bytes() else { continue };
             let Ok(json) = Json::parse(&raw) else { continue };
             // Problems of the folder's files are dropped: they have no position in this file.
@@ -117,11 +95,8 @@ impl Reader<'_> {
     fn read_document(&mut self, json: &Json) -> Value {
         let mut document = self.read_plugin(json, "");
         if let (Some(Json::Array(plugins)), Some(slot)) = (json.get("plugins"), document.get_mut("plugins")) {
-            let mut converted = Vec::new();
-            for (index, plugin) in plugins.iter().enumerate() {
-                converted.push(self.read_plugin(plugin, &format!("plugins[{index}]")));
-            }
-            *slot = Value::Array(converted);
+            let converted = plugins.iter().enumerate();
+            *slot = converted.map(|(index, plugin)| self.read_plugin(plugin, &format!("plugins[{index}]"))).collect();
         }
         document
     }
@@ -147,11 +122,8 @@ impl Reader<'_> {
             Json::Number(number) => Value::Number(number.clone()),
             Json::String(text) => Value::String(text.clone()),
             Json::Array(items) => {
-                let mut converted = Vec::new();
-                for (index, item) in items.iter().enumerate() {
-                    converted.push(self.read_value(item, &format!("{path}[{index}]")));
-                }
-                Value::Array(converted)
+                let items = items.iter().enumerate();
+                items.map(|(index, item)| self.read_value(item, &format!("{path}[{index}]"))).collect()
             }
             Json::Object(_) => {
                 let kind = if path.ends_with("args.cni.sysctl") { ObjectKind::Sysctls } else { ObjectKind::Map };
@@ -178,9 +150,9 @@ impl Reader<'_> {
         let Json::Object(members) = json else { return self.read_value(json, path) };
         let mut object = Map::new();
         for (original_key, value) in members {
-            let usual = USUAL_SPELLING
-                .iter()
-                .find(|usual| kind == ObjectKind::Structure && usual.eq_ignore_ascii_case(original_key));
+            // The keys that other modules look up by name.
+            let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| kind == ObjectKind::Structure);
+            let usual = known.find(|usual| usual.eq_ignore_ascii_case(original_key));
             let key = usual.map_or(original_key.as_str(), |usual| *usual);
             let is_same_key = |other: &String| match kind {
                 ObjectKind::Structure => other.eq_ignore_ascii_case(key),

@@ -51,10 +51,11 @@ fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
     problems
 }
 
-/// Returns the path of `key` of the plugin at `index`. A document without a list is itself the only
-/// plugin.
-fn path_of(document: &Value, index: usize, key: &str) -> String {
-    if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() }
+/// Returns a warning about `key` of the plugin at `index`. A document without a list is itself the
+/// only plugin.
+fn warning(document: &Value, index: usize, key: &str, what: String) -> Problem {
+    let path = if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() };
+    Problem::warning(path, what)
 }
 
 /// Runs STATUS of the document's plugins, and returns its error as a problem. Does nothing if one
@@ -78,23 +79,17 @@ fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
 /// Returns a warning for each host-device plugin that would move the interface with the host's only
 /// default routes into a container.
 fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
-    let mut problems = Vec::new();
-    for (index, conf) in confs_of_type(list, "host-device") {
-        let loss = plugin_host_device::lost_default_route(&conf);
-        problems.extend(loss.map(|(key, what)| Problem::warning(path_of(document, index, key), what)));
-    }
-    problems
+    let lost = |(index, conf)| {
+        let (key, what) = plugin_host_device::lost_default_route(&conf)?;
+        Some(warning(document, index, key, what))
+    };
+    confs_of_type(list, "host-device").filter_map(lost).collect()
 }
 
 /// Parses the document as a runtime does. Returns `None` if a runtime would refuse it.
 fn load(document: &Value) -> Option<NetworkList> {
-    let raw = document.to_string();
-    let list = if document.get("plugins").is_some() {
-        NetworkList::parse(raw.as_bytes())
-    } else {
-        NetworkList::parse_single(raw.as_bytes())
-    };
-    list.ok()
+    let parse = if document.get("plugins").is_some() { NetworkList::parse } else { NetworkList::parse_single };
+    parse(document.to_string().as_bytes()).ok()
 }
 
 /// Returns the host-local ranges of a network, each with its plugin's index.
@@ -130,9 +125,7 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
 fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec<Problem> {
     let (own_ranges, own_mappings, own_modes) = (ranges(list), port_mappings(list), ipvlan_modes(list));
     let mut problems = Vec::new();
-    let mut warn = |index: usize, key: &str, what: String| {
-        problems.push(Problem::warning(path_of(document, index, key), what));
-    };
+    let mut warn = |index: &usize, key: &str, what: String| problems.push(warning(document, *index, key, what));
     // If the folder cannot be read, no other network is known.
     for other in context.networks().unwrap_or_default() {
         if other.name() == list.name() {
@@ -140,11 +133,8 @@ fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec
         }
         let of_network = format!("of network {:?}", other.name());
         for (_, other_range) in ranges(&other) {
-            for (index, range) in &own_ranges {
-                if have_common_address(range, &other_range) {
-                    let what = format!("{range} overlaps with {other_range} {of_network}");
-                    warn(*index, "ipam", what);
-                }
+            for (index, range) in own_ranges.iter().filter(|(_, range)| have_common_address(range, &other_range)) {
+                warn(index, "ipam", format!("{range} overlaps with {other_range} {of_network}"));
             }
         }
         for (_, other_mapping) in port_mappings(&other) {
@@ -153,18 +143,17 @@ fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec
                     "{} port {} of the host is mapped by portmap {of_network} too",
                     mapping.protocol, mapping.host_port
                 );
-                warn(*index, "runtimeConfig.portMappings", what);
+                warn(index, "runtimeConfig.portMappings", what);
             }
         }
         for (_, master, other_mode) in ipvlan_modes(&other) {
-            for (index, own_master, mode) in &own_modes {
-                if *own_master != master || *mode == other_mode {
-                    continue;
-                }
+            let differs =
+                |(_, own_master, mode): &&(usize, String, Stacked)| *own_master == master && *mode != other_mode;
+            for (index, _, mode) in own_modes.iter().filter(differs) {
                 let what = format!(
                     "mode {mode} for master {master} differs from {other_mode} {of_network}: a master has one mode, which the last ADD sets for all containers"
                 );
-                warn(*index, "mode", what);
+                warn(index, "mode", what);
             }
         }
     }

@@ -91,11 +91,11 @@ fn path_before_removals(path: &[Step], removed: &[Vec<Step>]) -> Vec<Step> {
 /// Extends `path` to the cause of `error`, which `check` returns for the whole document: the
 /// smallest part without which the error disappears or changes.
 fn find_cause(document: &Value, kept: &[&str], error: &str, check: Check<'_>, path: &mut Vec<Step>) {
-    let Some(value) = get(document, path) else { return };
-    let steps: Vec<Step> = match value {
-        Value::Object(members) => members.keys().map(|key| Step::Key(key.clone())).collect(),
-        Value::Array(items) if items.len() <= MAX_TRIED_ELEMENTS => (0..items.len()).map(Step::Index).collect(),
-        Value::Array(items) => bisect(document, items.len(), error, check, path).map(Step::Index).to_vec(),
+    let mut trial = document.clone();
+    let steps: Vec<Step> = match get_mut(&mut trial, path) {
+        Some(Value::Object(members)) => members.keys().map(|key| Step::Key(key.clone())).collect(),
+        Some(Value::Array(items)) if items.len() <= MAX_TRIED_ELEMENTS => (0..items.len()).map(Step::Index).collect(),
+        Some(Value::Array(items)) => bisect(document, items.len(), error, check, path).map(Step::Index).to_vec(),
         _ => return,
     };
     let mut best: Option<(Evidence, Step)> = None;
@@ -113,7 +113,7 @@ fn find_cause(document: &Value, kept: &[&str], error: &str, check: Check<'_>, pa
             Step::Key(_) => when_removed.clone(),
             Step::Index(_) => {
                 let mut with_null = document.clone();
-                replace_by_null(&mut with_null, path);
+                get_mut(&mut with_null, path).map(Value::take);
                 check(&with_null)
             }
         };
@@ -133,15 +133,10 @@ fn find_cause(document: &Value, kept: &[&str], error: &str, check: Check<'_>, pa
 /// cause. `when_removed` and `when_null` are the results of the check without the part, and with
 /// null in its place.
 fn compare_errors(error: &str, when_removed: &Result<(), String>, when_null: &Result<(), String>) -> Option<Evidence> {
-    let (Err(error_when_removed), Err(error_when_null)) = (when_removed, when_null) else {
-        return Some(Evidence::NoError);
-    };
-    if without_digits(error_when_removed) != without_digits(error) {
-        Some(Evidence::OtherError)
-    } else if error_when_null != error {
-        Some(Evidence::OtherNumber)
-    } else {
-        None
+    match (when_removed, when_null) {
+        (Err(other), Err(_)) if without_digits(other) != without_digits(error) => Some(Evidence::OtherError),
+        (Err(_), Err(other)) => (other != error).then_some(Evidence::OtherNumber),
+        _ => Some(Evidence::NoError),
     }
 }
 
@@ -186,14 +181,6 @@ fn get_mut<'v>(document: &'v mut Value, path: &[Step]) -> Option<&'v mut Value> 
     })
 }
 
-/// Returns the value that `path` leads to.
-fn get<'v>(document: &'v Value, path: &[Step]) -> Option<&'v Value> {
-    path.iter().try_fold(document, |value, step| match step {
-        Step::Key(key) => value.get(key),
-        Step::Index(index) => value.get(index),
-    })
-}
-
 /// Removes the key or element that `path` leads to.
 fn remove(document: &mut Value, path: &[Step]) {
     let Some((last, parent_path)) = path.split_last() else { return };
@@ -202,13 +189,6 @@ fn remove(document: &mut Value, path: &[Step]) {
         (Some(Value::Object(members)), Step::Key(key)) => drop(members.remove(key)),
         (Some(Value::Array(items)), Step::Index(index)) if *index < items.len() => drop(items.remove(*index)),
         _ => {}
-    }
-}
-
-/// Replaces the value that `path` leads to by null.
-fn replace_by_null(document: &mut Value, path: &[Step]) {
-    if let Some(value) = get_mut(document, path) {
-        *value = Value::Null;
     }
 }
 

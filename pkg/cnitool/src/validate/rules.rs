@@ -31,13 +31,9 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     // An object with neither `plugins` nor `type` is checked as a list.
     let is_list = members.contains_key("plugins") || !members.contains_key("type");
     let mut problems = Vec::new();
+    let parse = if is_list { NetworkList::parse } else { NetworkList::parse_single };
     let check_as_runtime = |value: &Value| {
-        let raw = value.to_string();
-        let list = match is_list {
-            true => NetworkList::parse(raw.as_bytes()),
-            false => NetworkList::parse_single(raw.as_bytes()),
-        };
-        let version = list.and_then(|list| list.version());
+        let version = parse(value.to_string().as_bytes()).and_then(|list| list.version());
         version.map(drop).map_err(|error| match error.details() {
             "" => error.to_string(),
             details => format!("{error}: {details}"),
@@ -53,8 +49,9 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     for key in members.keys().filter(|key| !LIST_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key))) {
         problems.push(Problem::warning(key, unknown_text(key, &LIST_KEYS)));
     }
-    for (index, plugin) in document["plugins"].as_array().into_iter().flatten().enumerate() {
-        problems.extend(check_plugin(document, plugin, &format!("plugins[{index}]")));
+    if document["plugins"].is_array() {
+        problems
+            .extend(document::plugins(document).iter().flat_map(|(path, plugin)| check_plugin(document, plugin, path)));
     }
     problems
 }
@@ -66,14 +63,11 @@ fn check_name(document: &Value) -> Option<Problem> {
         return Some(Problem::error("name", error.msg()));
     }
     let length = name.len();
-    if length <= MAX_NAME {
-        return None;
-    }
     let what = format!(
         "network name is too long: {length} bytes, at most {MAX_NAME} fit into the name of a file of the runtime's \
          result cache, <network>-<container ID>-<interface>"
     );
-    Some(Problem::error("name", what))
+    (length > MAX_NAME).then(|| Problem::error("name", what))
 }
 
 /// Returns the problems of one plugin. `object` is its configuration in the document, at `path`,
