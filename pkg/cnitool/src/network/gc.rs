@@ -7,15 +7,16 @@
 //! cnitool does not know the attachments of a runtime with another result cache, so gc removes them
 //! unless `--keep` names them. Therefore, removing everything of a network needs `--all`.
 
+use std::time::SystemTime;
+
 use cni::config::ValidAttachments;
 use cni::{AttachmentId, Error};
 use libcni::NetworkList;
-use libcni::cache::Entry;
 use serde::Serialize;
 
 use super::VerbRun;
+use super::sweep::{Evidence, Network};
 use crate::call::{Format, Streams};
-use crate::node::attachments::Liveness;
 use crate::report::{REFUSED, Report, counted};
 
 /// The decisions of gc about one network.
@@ -83,11 +84,10 @@ impl VerbRun<'_> {
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
-        self.print_around(
-            &[&plan],
-            streams,
-            || if plan.changed { self.runtime.gc(&list, &plan.valid()) } else { Ok(()) },
-        )
+        self.print_around(std::slice::from_ref(&plan), streams, || match plan.changed {
+            true => self.runtime.gc(&list, &plan.valid()),
+            false => Ok(()),
+        })
     }
 
     /// Prints the decisions and carries them out. The text is printed before anything is removed,
@@ -98,7 +98,7 @@ impl VerbRun<'_> {
     /// Code 5 if stdout cannot be written; the error of `remove`.
     pub(super) fn print_around(
         &self,
-        plans: &[&Plan],
+        plans: &[Plan],
         streams: &mut Streams<'_>,
         remove: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
@@ -116,60 +116,29 @@ impl VerbRun<'_> {
         report.write(streams, format)
     }
 
-    /// Decides which attachments gc keeps and removes.
+    /// Decides which attachments gc keeps and removes: those in the result cache and those that
+    /// `--keep` names.
     ///
     /// # Errors
     /// Code 5 if the result cache cannot be read.
     fn plan(&self, list: &NetworkList) -> Result<Plan, Error> {
         // With no valid attachments, `stale` returns all entries of the network.
         let cached = self.runtime.stale(list, &ValidAttachments::default())?;
-        let mut decisions: Vec<Decision> = cached.entries.iter().map(|entry| self.check_entry(entry)).collect();
-        for (id, ifname) in &self.command.gc.keep {
-            let id = AttachmentId::new(list.name(), id, ifname);
-            if !cached.entries.iter().any(|entry| entry.id() == id) {
-                let reason = "named with --keep; not in the result cache".to_owned();
-                decisions.push(Decision::new(id, String::new(), (true, "named", reason)));
-            }
+        let mut network = Network { lists: vec![list.clone()], ..Network::default() };
+        for entry in &cached.entries {
+            network.traces_of(&entry.id()).entries.push(entry);
         }
-        let (kept, removed) = decisions.into_iter().partition(|decision| decision.is_kept);
-        Ok(Plan {
-            network: list.name().to_owned(),
-            changed: !self.command.gc.dry_run && !list.disable_gc(),
-            plugins_gc_skipped: None,
-            removed,
-            kept,
-            unreadable: cached.problems,
-        })
-    }
-
-    /// Decides whether gc keeps the attachment of a cache entry.
-    fn check_entry(&self, entry: &Entry) -> Decision {
-        let id = entry.id();
-        let decision = match self.is_named(&id) {
-            true => (true, "named", "named with --keep".to_owned()),
-            false => {
-                let liveness = Liveness::of(entry, self.context.call.machine);
-                (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned())
-            }
-        };
-        Decision::new(id, entry.attachment.netns.clone(), decision)
+        for (container, ifname) in &self.command.gc.keep {
+            network.traces_of(&AttachmentId::new(list.name(), container, ifname));
+        }
+        let evidence = Evidence { list: None, young_since: SystemTime::UNIX_EPOCH, unreadable: cached.problems };
+        let plan = self.plan_network(list.name(), &network, &evidence);
+        Ok(Plan { plugins_gc_skipped: None, unreadable: evidence.unreadable, ..plan })
     }
 
     /// Whether `--keep` names an attachment.
     pub(super) fn is_named(&self, id: &AttachmentId) -> bool {
         self.command.gc.keep.iter().any(|(container, ifname)| *container == id.container_id && *ifname == id.ifname)
-    }
-}
-
-impl Decision {
-    /// Returns the decision about an attachment: whether it is kept, and the word and the text of
-    /// the reason.
-    pub(super) fn new(
-        AttachmentId { container_id, ifname, .. }: AttachmentId,
-        netns: String,
-        (is_kept, state, reason): (bool, &'static str, String),
-    ) -> Decision {
-        Decision { container_id, ifname, netns, state, reason, is_kept }
     }
 }
 

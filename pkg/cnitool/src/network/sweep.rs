@@ -28,8 +28,8 @@ const DEFAULT_MIN_AGE: u64 = 600;
 
 /// What exists of one attachment.
 #[derive(Default)]
-struct Traces<'a> {
-    entries: Vec<&'a Entry>,
+pub(super) struct Traces<'a> {
+    pub(super) entries: Vec<&'a Entry>,
     /// The latest time at which a cache entry of the attachment was written or, without one, a
     /// reservation.
     since: Option<SystemTime>,
@@ -40,18 +40,27 @@ struct Traces<'a> {
 /// The attachments of one network, and its configurations: that of the folder, and each other one
 /// with which an attachment in a result cache was added.
 #[derive(Default)]
-struct Network<'a> {
-    lists: Vec<NetworkList>,
-    attachments: BTreeMap<(String, String), Traces<'a>>,
+pub(super) struct Network<'a> {
+    pub(super) lists: Vec<NetworkList>,
+    /// By container ID and interface.
+    pub(super) attachments: BTreeMap<(String, String), Traces<'a>>,
 }
 
 /// The evidence that decides about attachments.
-struct Evidence {
-    list: Option<ValidList>,
+pub(super) struct Evidence {
+    /// The attachments that a runtime has listed.
+    pub(super) list: Option<ValidList>,
     /// Attachments since this time are too young.
-    young_since: SystemTime,
+    pub(super) young_since: SystemTime,
     /// The lines about unreadable cache files.
-    unreadable: Vec<String>,
+    pub(super) unreadable: Vec<String>,
+}
+
+impl<'a> Network<'a> {
+    /// Returns what exists of an attachment, at first nothing.
+    pub(super) fn traces_of(&mut self, id: &AttachmentId) -> &mut Traces<'a> {
+        self.attachments.entry((id.container_id.clone(), id.ifname.clone())).or_default()
+    }
 }
 
 impl VerbRun<'_> {
@@ -68,11 +77,11 @@ impl VerbRun<'_> {
         let options = &self.command.gc;
         let began = SystemTime::now();
         let snapshot = Snapshot::take(self.context)?;
-        let path = options
-            .valid_from
-            .as_deref()
-            .map(|path| if path.as_os_str() == "-" { path.to_owned() } else { self.context.call.folder.join(path) });
-        let list = path.map(|path| ValidList::read(&path, began)).transpose()?;
+        let list = options.valid_from.as_deref().map(|path| match path.as_os_str() == "-" {
+            true => ValidList::read(path, began),
+            false => ValidList::read(&self.context.call.folder.join(path), began),
+        });
+        let list = list.transpose()?;
         if list.as_ref().is_some_and(ValidList::is_empty) && !self.command.gc.all && !self.command.gc.dry_run {
             let msg = "the list of valid attachments names none, so everything would be removed";
             return Err(Error::new(REFUSED, msg).with_details("confirm with --all if this node has no pods"));
@@ -85,7 +94,7 @@ impl VerbRun<'_> {
         let networks = self.find_networks(&snapshot)?;
         let plans: Vec<Plan> =
             networks.iter().map(|(name, network)| self.plan_network(name, network, &evidence)).collect();
-        self.print_around(&plans.iter().collect::<Vec<_>>(), streams, || {
+        self.print_around(&plans, streams, || {
             let mut errors = Vec::new();
             for (plan, network) in plans.iter().zip(networks.values()).filter(|(plan, _)| plan.changed) {
                 for Decision { container_id, ifname, .. } in &plan.removed {
@@ -115,19 +124,17 @@ impl VerbRun<'_> {
             }
         }
         if !self.command.network.is_empty() {
-            let names: Vec<&str> = networks.keys().map(String::as_str).collect();
-            let hint = did_you_mean(&self.command.network, &names);
-            networks.retain(|name, _| *name == self.command.network);
+            let (name, names) = (&self.command.network, networks.keys().map(String::as_str).collect::<Vec<_>>());
+            let hint = did_you_mean(name, &names);
+            let msg = format!("network {name:?} is neither configured nor in a result cache{hint}");
+            networks.retain(|other, _| other == name);
             if networks.is_empty() {
-                let network = &self.command.network;
-                return Err(Error::config(format!(
-                    "network {network:?} is neither configured nor in a result cache{hint}"
-                )));
+                return Err(Error::config(msg));
             }
         }
         let mut add = |id: &AttachmentId, change: &mut dyn FnMut(&mut Traces<'a>)| {
             if let Some(network) = networks.get_mut(&id.network) {
-                change(network.attachments.entry((id.container_id.clone(), id.ifname.clone())).or_default());
+                change(network.traces_of(id));
             }
         };
         let caches = self.context.caches();
@@ -160,12 +167,12 @@ impl VerbRun<'_> {
     }
 
     /// Decides about the attachments of one network.
-    fn plan_network(&self, name: &str, network: &Network<'_>, evidence: &Evidence) -> Plan {
+    pub(super) fn plan_network(&self, name: &str, network: &Network<'_>, evidence: &Evidence) -> Plan {
         let decide = |((container, ifname), traces): (&(String, String), &Traces<'_>)| {
             let id = AttachmentId::new(name, container, ifname);
-            let decision = self.decide(&id, traces, evidence);
+            let (is_kept, state, reason) = self.decide(&id, traces, evidence);
             let netns = traces.entries.first().map(|entry| entry.attachment.netns.clone()).unwrap_or_default();
-            Decision::new(id, netns, decision)
+            Decision { container_id: id.container_id, ifname: id.ifname, netns, state, reason, is_kept }
         };
         let disables_gc = network.lists.iter().any(NetworkList::disable_gc);
         let (kept, removed): (Vec<Decision>, _) =
@@ -189,7 +196,8 @@ impl VerbRun<'_> {
     /// Decides whether an attachment is kept, with the word and the text of the reason.
     fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (bool, &'static str, String) {
         if self.is_named(id) {
-            return (true, "named", "named with --keep".to_owned());
+            let absence = if traces.entries.is_empty() { "; not in the result cache" } else { "" };
+            return (true, "named", format!("named with --keep{absence}"));
         }
         if id.container_id.starts_with('#') {
             return (true, "unknown", "only the hash of its container ID is known".to_owned());
@@ -202,9 +210,8 @@ impl VerbRun<'_> {
             None if !traces.entries.is_empty() => {
                 let liveness = traces.entries.iter().map(|entry| Liveness::of(entry, self.context.call.machine));
                 // `false` is less than `true`: the first one that is in use decides.
-                let Some(liveness) = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_))) else {
-                    return (true, "unknown", "it has no cache entry".to_owned());
-                };
+                let first = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_)));
+                let liveness = first.unwrap_or_else(|| Liveness::Unknown("it has no cache entry".to_owned()));
                 return (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned());
             }
             None if traces.link.is_some() => {
@@ -232,13 +239,10 @@ impl VerbRun<'_> {
     fn remove(&self, id: &AttachmentId, lists: &[NetworkList], evidence: &Evidence) -> Vec<Error> {
         let mut outcomes: Vec<Result<(), Error>> = Vec::new();
         for cache in self.context.caches() {
-            let entry = match cache.find(id) {
-                Ok(Some(entry)) => entry,
-                Ok(None) => continue,
-                Err(error) => {
-                    outcomes.push(Err(error));
-                    continue;
-                }
+            let Some(found) = cache.find(id).transpose() else { continue };
+            let Ok(entry) = found else {
+                outcomes.push(found.map(drop));
+                continue;
             };
             // Another ADD may have created it again since the decision.
             let is_over = evidence.list.is_some()
