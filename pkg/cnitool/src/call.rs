@@ -55,20 +55,16 @@ pub enum ColorMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// 0: the verb succeeded and found nothing wrong.
-    Done,
+    Done = 0,
     /// 1: the verb failed and reported why, or it found something wrong.
-    Failed,
+    Failed = 1,
     /// 2: the arguments are invalid.
-    Usage,
+    Usage = 2,
 }
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> ExitCode {
-        ExitCode::from(match exit {
-            Exit::Done => 0,
-            Exit::Failed => 1,
-            Exit::Usage => 2,
-        })
+        ExitCode::from(exit as u8)
     }
 }
 
@@ -234,7 +230,8 @@ impl Watch {
         let Some(seconds) = self.watch else { return verb(streams) };
         loop {
             if streams.stdout_style == ColorMode::Coloured {
-                crate::report::clear_screen(streams)?;
+                // Clears the terminal.
+                crate::report::write_raw(streams, "\x1b[H\x1b[2J")?;
             }
             let outcome = verb(streams)?;
             let end = Instant::now() + Duration::from_secs(seconds);

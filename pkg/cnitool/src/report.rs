@@ -206,7 +206,7 @@ impl Serialize for Fact {
 }
 
 /// Returns the words of a field's name: `vlan filtering` for `vlanFiltering`.
-fn words(name: &str) -> String {
+pub(crate) fn words(name: &str) -> String {
     let spaced = name.replace("ID", "Id").chars().fold(String::new(), |text, c| match c.is_uppercase() {
         true => format!("{text} {}", c.to_ascii_lowercase()),
         false => format!("{text}{c}"),
@@ -236,14 +236,6 @@ fn age_text(seconds: u64) -> String {
 /// Returns a number and the noun in the singular or with an `s`: `1 error`, `2 errors`.
 pub(crate) fn counted(count: usize, noun: &str) -> String {
     format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
-}
-
-/// Clears the terminal.
-///
-/// # Errors
-/// Code 5 if stdout cannot be written.
-pub(crate) fn clear_screen(streams: &mut Streams<'_>) -> Result<(), Error> {
-    write_raw(streams, "\x1b[H\x1b[2J")
 }
 
 /// Writes a JSON document to stdout.

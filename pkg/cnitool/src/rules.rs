@@ -12,14 +12,15 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::{Environment, RestoreMode};
 use cni::{AttachmentId, Result};
 use cni_linux::{Netlink, Netns};
+use libcni::NetworkList;
 use libcni::cache::{Entry, Listing};
-use libcni::{Cache, NetworkList};
 use serde::Serialize;
+use serde_json::json;
 
 use crate::call::{Call, Context, Exit, Format, Streams};
 use crate::node::attachments::find_host_end;
-use crate::node::{plugins_of_type, result_of};
-use crate::report::{Colour, Report, counted};
+use crate::node::{name_of, plugins_of_type, result_of};
+use crate::report::{Colour, Report, counted, words};
 use crate::target::NetnsPresence;
 use crate::{help, plugins};
 
@@ -51,10 +52,8 @@ struct Restore {
 /// The outcome for one attachment.
 #[derive(Serialize)]
 struct AttachmentOutcome {
-    network: String,
-    #[serde(rename = "containerID")]
-    container_id: String,
-    ifname: String,
+    #[serde(flatten)]
+    id: AttachmentId,
     outcome: Outcome,
     /// The reason if it was not examined.
     why: Option<String>,
@@ -93,36 +92,13 @@ enum Outcome {
 
 impl Outcome {
     /// Returns the words for people.
-    fn words(self) -> &'static str {
-        match self {
-            Outcome::Complete => "complete",
-            Outcome::Missing => "missing",
-            Outcome::Restored => "restored",
-            Outcome::Failed => "failed",
-            Outcome::NotExamined => "not examined",
-            Outcome::Skipped => "skipped",
-            Outcome::NotRestored => "not restored",
-        }
+    fn words(self) -> String {
+        words(json!(self).as_str().unwrap_or_default())
     }
 
     /// Whether rules may be missing.
     fn is_problem(self) -> bool {
         matches!(self, Outcome::Missing | Outcome::Failed | Outcome::NotRestored)
-    }
-}
-
-impl AttachmentOutcome {
-    /// Returns the outcome for the attachment of a cache entry.
-    fn new(entry: &Entry, outcome: Outcome, why: Option<String>, plugins: Vec<PluginOutcome>) -> AttachmentOutcome {
-        let AttachmentId { network, container_id, ifname } = entry.id();
-        AttachmentOutcome { network, container_id, ifname, outcome, why, plugins }
-    }
-
-    /// Combines the outcomes of the plugins: the first of these that one of them has.
-    fn combined(entry: &Entry, plugins: Vec<PluginOutcome>) -> AttachmentOutcome {
-        let has = |outcome: &Outcome| plugins.iter().any(|plugin| plugin.outcome == *outcome);
-        let outcome = [Outcome::Failed, Outcome::Missing, Outcome::Restored].into_iter().find(has);
-        AttachmentOutcome::new(entry, outcome.unwrap_or(Outcome::Complete), None, plugins)
     }
 }
 
@@ -141,9 +117,16 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
         None => cache.list_all()?,
     };
     let restore = |entry: &Entry| {
-        let outcome = restore_attachment(entry, &cache, args.dry_run, context.call, &streams.notes);
-        outcome
-            .unwrap_or_else(|error| AttachmentOutcome::new(entry, Outcome::Failed, Some(error.to_string()), Vec::new()))
+        let restored = restore_attachment(entry, args, context);
+        let (outcome, why, plugins) = match restored.unwrap_or_else(|error| Err((Outcome::Failed, error.to_string()))) {
+            Ok(plugins) => {
+                let has = |outcome: &Outcome| plugins.iter().any(|plugin| plugin.outcome == *outcome);
+                let worst = [Outcome::Failed, Outcome::Missing, Outcome::Restored].into_iter().find(has);
+                (worst.unwrap_or(Outcome::Complete), None, plugins)
+            }
+            Err((outcome, why)) => (outcome, Some(why), Vec::new()),
+        };
+        AttachmentOutcome { id: entry.id(), outcome, why, plugins }
     };
     let attachments: Vec<AttachmentOutcome> = entries.iter().map(restore).collect();
     let mut report = Report::new(streams);
@@ -151,8 +134,8 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
         let details = if why.is_empty() { String::new() } else { format!(": {}", why.join("; ")) };
         report.fact(outcome.is_problem(), label, &format!("{}{details}", outcome.words()));
     };
-    for AttachmentOutcome { network, container_id, ifname, outcome, why, plugins } in &attachments {
-        report.painted(Colour::Bold, &format!("{network} {container_id} {ifname}"));
+    for AttachmentOutcome { id, outcome, why, plugins } in &attachments {
+        report.painted(Colour::Bold, &name_of(id));
         why.iter().for_each(|why| add(&mut report, "attachment", *outcome, std::slice::from_ref(why)));
         plugins.iter().for_each(|plugin| add(&mut report, &plugin.r#type, plugin.outcome, &plugin.why));
     }
@@ -176,23 +159,22 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
     Ok(if is_incomplete { Exit::Failed } else { Exit::Done })
 }
 
-/// Restores the rules of one attachment or, in a dry run, only compares them. An
-/// error of a plugin is part of the outcome. Written rules stay, even on an error, unless the
-/// attachment was detached during the call.
+/// Restores the rules of one attachment or, in a dry run, only compares them. Returns the outcome
+/// of each plugin, or why the attachment was not examined. Written rules stay, even on an error,
+/// unless the attachment was detached during the call.
 ///
 /// # Errors
-/// - As [`outcome_if_unused`].
+/// - As [`why_unused`].
 /// - The configuration or the result in `entry` is invalid.
 /// - The result cache cannot be read after rules were written.
 fn restore_attachment(
     entry: &Entry,
-    cache: &Cache,
-    dry_run: bool,
-    call: &Call<'_>,
-    notes: &Notes,
-) -> Result<AttachmentOutcome> {
-    if let Some(outcome) = outcome_if_unused(entry, call)? {
-        return Ok(outcome);
+    Restore { dry_run, .. }: &Restore,
+    context: &Context<'_>,
+) -> Result<std::result::Result<Vec<PluginOutcome>, (Outcome, String)>> {
+    let (call, notes) = (context.call, &context.notes);
+    if let Some(why) = why_unused(entry, call)? {
+        return Ok(Err(why));
     }
     let list = entry.list()?;
     let environment = environment(entry);
@@ -200,13 +182,13 @@ fn restore_attachment(
     let (mut outcomes, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
-        let mode = if dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
+        let mode = if *dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
         let (outcome, why) = match plugins::find(&kind).map(|found| found.restore_rules(plugin_call, mode)) {
             None => (Outcome::NotExamined, vec!["a plugin of another project".to_owned()]),
             // The plugin has no rules.
             Some(Ok(None)) => continue,
             Some(Ok(Some(missing))) if missing.is_empty() => (Outcome::Complete, missing),
-            Some(Ok(Some(missing))) if dry_run => (Outcome::Missing, missing),
+            Some(Ok(Some(missing))) if *dry_run => (Outcome::Missing, missing),
             Some(Ok(Some(missing))) => (Outcome::Restored, missing),
             Some(Err(error)) => (Outcome::Failed, vec![error.to_string()]),
         };
@@ -214,17 +196,17 @@ fn restore_attachment(
     }
     // If DEL ran during the call, it may have ended before the rules were written.
     let is_detached =
-        || -> Result<bool> { Ok(cache.find(&entry.id())?.is_none() || outcome_if_unused(entry, call)?.is_some()) };
+        || -> Result<bool> { Ok(context.cache().find(&entry.id())?.is_none() || why_unused(entry, call)?.is_some()) };
     let detached = if rollback.is_empty() { Ok(false) } else { is_detached() };
     if let Ok(true) = detached {
         drop(rollback);
         let why = "it was detached during the call; its rules have been removed again".to_owned();
-        return Ok(AttachmentOutcome::new(entry, Outcome::Skipped, Some(why), Vec::new()));
+        return Ok(Err((Outcome::Skipped, why)));
     }
     // The rules of an attachment that may be in use stay.
     rollback.commit();
     detached?;
-    Ok(AttachmentOutcome::combined(entry, outcomes))
+    Ok(Ok(outcomes))
 }
 
 /// Returns a sentence for each rule of the plugins of the type `kind` that the attachment lacks, as
@@ -287,10 +269,9 @@ fn plugin_calls<'c>(
 /// # Errors
 /// The kernel's error if the links of the host, the namespace or its links cannot be read; code 6
 /// if the result cannot be decoded.
-fn outcome_if_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<AttachmentOutcome>> {
-    let outcome = |outcome, why| Ok(Some(AttachmentOutcome::new(entry, outcome, Some(why), Vec::new())));
-    let skipped = |why| outcome(Outcome::Skipped, why);
-    let unproven = |why| outcome(Outcome::NotRestored, why);
+fn why_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<(Outcome, String)>> {
+    let skipped = |why| Ok(Some((Outcome::Skipped, why)));
+    let unproven = |why| Ok(Some((Outcome::NotRestored, why)));
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     let host = Netlink::open()?;
     let container_interface = entry.container_interface()?;

@@ -12,9 +12,6 @@ use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::{Code, Error};
 use serde::Serialize;
 
-/// How many more file names are tried for the log if the first one is taken.
-const MAX_TRIES: u32 = 16;
-
 /// The plugins' log: a temporary file that only this user can read. Dropping the value removes the
 /// file.
 pub(super) struct Log {
@@ -28,18 +25,12 @@ impl Log {
     /// # Errors
     /// Code 5 if it cannot be created.
     pub(super) fn new() -> Result<Log, Error> {
-        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().subsec_nanos();
-        let mut tries = 0;
-        loop {
-            let path = std::env::temp_dir().join(format!("cnitool-{}-{nanos}-{tries}.log", std::process::id()));
-            // `create_new` never opens an existing file or follows a link.
-            match OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path) {
-                Ok(file) => return Ok(Log { path, file }),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tries < MAX_TRIES => tries += 1,
-                Err(error) => {
-                    return Err(Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error));
-                }
-            }
+        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let path = std::env::temp_dir().join(format!("cnitool-{}-{nanos}.log", std::process::id()));
+        // `create_new` never opens an existing file or follows a link.
+        match OpenOptions::new().read(true).append(true).create_new(true).mode(0o600).open(&path) {
+            Ok(file) => Ok(Log { path, file }),
+            Err(error) => Err(Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error)),
         }
     }
 
@@ -61,14 +52,9 @@ impl Log {
     /// Returns the log's text from the offset `begin` on. Returns an empty text if the log cannot
     /// be read, because the verb must not fail for lack of a log.
     fn text_from(&self, begin: u64) -> String {
-        let read = || -> io::Result<Vec<u8>> {
-            let mut bytes = Vec::new();
-            let mut file = &self.file;
-            file.seek(SeekFrom::Start(begin))?;
-            file.read_to_end(&mut bytes)?;
-            Ok(bytes)
-        };
-        read().map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
+        let (mut bytes, mut file) = (Vec::new(), &self.file);
+        let read = file.seek(SeekFrom::Start(begin)).and_then(|_| file.read_to_end(&mut bytes));
+        read.map(|_| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
     }
 }
 
