@@ -130,15 +130,7 @@ fn entries(folder: &Path) -> Vec<String> {
 /// Code 5 if the folder or a page cannot be written.
 pub(crate) fn man(args: &ManArgs, parser: Command) -> Result<Exit, Error> {
     fs::create_dir_all(&args.dir)
-        .and_then(|()| clap_mangen::generate_to(with_descriptions(parser), &args.dir))
+        .and_then(|()| clap_mangen::generate_to(parser, &args.dir))
         .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))
         .map(|()| Exit::Done)
-}
-
-/// Sets the description of each verb's man page: the short text and the text that `--help` prints
-/// below it.
-fn with_descriptions(command: Command) -> Command {
-    let texts = [command.get_about(), command.get_before_help()].into_iter().flatten();
-    let description = texts.map(ToString::to_string).collect::<Vec<_>>().join("\n\n");
-    command.long_about(description).mut_subcommands(with_descriptions)
 }

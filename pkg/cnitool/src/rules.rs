@@ -35,7 +35,15 @@ pub(crate) struct Rules {
 #[derive(Debug, Subcommand)]
 enum Verb {
     /// Write the missing rules of every attachment
-    #[command(before_help = help::RULES_RESTORE, after_help = help::AFTER_RULES_RESTORE)]
+    ///
+    /// For a node whose rules were removed by 'firewall-cmd --reload', 'nft flush
+    /// ruleset' or 'iptables-restore' without --noflush: containers have lost
+    /// masquerading, host ports, acceptance by the firewall and the spoof check.
+    /// Compares the rules of each attachment that a runtime or cnitool has stored with
+    /// the result and the configuration of its add, and writes those that are missing.
+    /// Existing rules and rules of other programs stay. Attachments that are gone are
+    /// skipped. Plugins of other projects are not examined.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_RULES_RESTORE)]
     Restore(Restore),
 }
 

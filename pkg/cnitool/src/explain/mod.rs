@@ -31,7 +31,7 @@ pub(crate) struct Explain {
 /// Returns the parser of a verb below `explain`, whose help only refers to the verb.
 pub(crate) fn describe(verb: clap::Command) -> clap::Command {
     let about = format!("What 'cnitool {}' does, step by step", verb.get_name());
-    verb.about(about).before_help(Resettable::Reset).after_help(Resettable::Reset)
+    verb.about(about).long_about(Resettable::Reset).after_help(Resettable::Reset)
 }
 
 /// Runs the verb and prints the steps of its plugins, then the verb's result.

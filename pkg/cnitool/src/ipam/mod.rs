@@ -41,10 +41,22 @@ enum Verb {
     /// List a network's reservations: address, owner, age, whether it is in use
     Show(show::Show),
     /// Remove the reservations of containers that do not exist any more
-    #[command(before_help = help::IPAM_GC, after_help = help::AFTER_IPAM_GC)]
+    ///
+    /// Removes reservations of containers that do not exist any more. A reservation of
+    /// an attachment that a runtime has stored is removed if the attachment's network
+    /// namespace is gone and no link on the host belongs to it. A reservation of an
+    /// unknown container stays unless --unknown is given. Plugins may run at the same
+    /// time, because cnitool uses the same lock as they do.
+    ///
+    /// This verb removes only addresses. If rules and links are left over too, 'cnitool
+    /// gc' or the runtime's own garbage collection removes all of them.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_IPAM_GC)]
     Gc(gc::Collect),
     /// Remove one reservation, or all reservations of one container
-    #[command(before_help = help::IPAM_RELEASE, after_help = help::AFTER_IPAM_RELEASE)]
+    ///
+    /// Refuses to release an address that is in use, because another container could
+    /// get the address while the first one still uses it. --force releases it anyway.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_IPAM_RELEASE)]
     Release(release::Release),
     /// List the leases of the dhcp daemon: address, server, times, last error
     Dhcp(dhcp::Dhcp),

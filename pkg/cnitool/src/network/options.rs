@@ -13,19 +13,54 @@ use crate::help;
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     /// Attach a network namespace to a network; prints the result
-    #[command(before_help = help::ADD, after_help = help::AFTER_ADD)]
+    ///
+    /// Runs ADD of the network's plugins in order, prints the result of the last one
+    /// and stores it for check, del and gc. If a plugin fails, DEL of every plugin is
+    /// run, so that nothing is left over, and all errors are printed.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_ADD)]
     Add(Attach),
     /// Check that an attachment is as add left it
-    #[command(before_help = help::CHECK, after_help = help::AFTER_CHECK)]
+    ///
+    /// Runs CHECK of the network's plugins in order until one fails. CNI_ARGS and
+    /// CAP_ARGS are those of the add unless they are given again. Needs a network of
+    /// CNI version 0.4.0 or newer. Prints nothing if it succeeds.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_CHECK)]
     Check(Attach),
     /// Detach a network namespace; succeeds if it is not attached any more
-    #[command(before_help = help::DEL, after_help = help::AFTER_DEL)]
+    ///
+    /// Runs DEL of the network's plugins in reverse. It stops at the first error and
+    /// can then be repeated. The namespace need not exist any more: give the path it
+    /// had, or --container-id. CNI_ARGS and CAP_ARGS are those of the add unless they
+    /// are given again. If the network is not configured any more, the configuration
+    /// that was stored at the add is used. Prints nothing if it succeeds.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_DEL)]
     Del(Detach),
     /// Remove everything of attachments that are not valid any more
-    #[command(before_help = help::GC, after_help = help::AFTER_GC)]
+    ///
+    /// With a network: removes everything of it that belongs to no valid attachment. An
+    /// attachment is valid if --keep names it, or if cnitool has stored it and its
+    /// namespace exists. Stored attachments that are not valid get a full DEL. Then
+    /// every plugin removes its other addresses, rules and interfaces. If a container
+    /// runtime uses the same network, name its attachments with --keep, or theirs are
+    /// removed too. Do not run another add or del of the network at the same time.
+    ///
+    /// Without a network: looks for attachments to all networks of the configuration
+    /// folder and of the result caches, also that of Multus. Each one whose namespace is
+    /// gone gets a full DEL. A runtime may add and delete attachments meanwhile. The
+    /// other things of a network are only removed with --plugins.
+    ///
+    /// With --valid-from, an attachment that the file does not name gets a full DEL even
+    /// if its namespace exists, unless it is younger than --min-age: a runtime lists a
+    /// pod only some time after its ADD. The file must name the attachments of every
+    /// runtime of this node. If it cannot be read in full, nothing is changed.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_GC)]
     Gc(Collect),
     /// Check that the plugins can handle an add
-    #[command(before_help = help::STATUS, after_help = help::AFTER_STATUS)]
+    ///
+    /// Runs STATUS of the plugins of the network, or of each configured network, in
+    /// order until one is not ready. A network of a CNI version below 1.1.0 has no
+    /// STATUS and counts as ready.
+    #[command(verbatim_doc_comment, after_help = help::AFTER_STATUS)]
     Status(Named),
 }
 
