@@ -44,12 +44,14 @@ pub(crate) struct ManArgs {
 pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut parser, "cnitool", &mut script);
-    let names = match args.shell {
-        Shell::Bash => BASH_NAMES,
-        Shell::Fish => "complete -c cnitool -a '(cnitool complete -- (commandline -opc)[2..] 2>/dev/null)'\n",
-        _ => "",
+    let script = String::from_utf8_lossy(&script);
+    let script = match args.shell {
+        Shell::Bash => format!("{script}{BASH_NAMES}"),
+        Shell::Fish => format!("{script}{FISH_NAMES}"),
+        Shell::Zsh => script.replacen("\n_cnitool() {", &format!("{ZSH_NAMES}\n_cnitool_verbs() {{"), 1),
+        _ => script.into_owned(),
     };
-    write_raw(streams, &(String::from_utf8_lossy(&script) + names)).map(|()| Exit::Done)
+    write_raw(streams, &script).map(|()| Exit::Done)
 }
 
 /// Adds the names of networks, containers and addresses to the completions for bash.
@@ -62,6 +64,19 @@ _cnitool_names() {
     COMPREPLY+=($(compgen -W "$(cnitool complete -- "${COMP_WORDS[@]:1:COMP_CWORD-1}" 2>/dev/null)" -- "$current"))
 }
 complete -F _cnitool_names -o bashdefault -o default cnitool
+"#;
+
+/// As [`BASH_NAMES`], for fish.
+const FISH_NAMES: &str = "complete -c cnitool -a '(cnitool complete -- (commandline -opc)[2..] 2>/dev/null)'\n";
+
+/// As [`BASH_NAMES`], for zsh. `_cnitool_verbs` is clap's function, which changes `words`.
+const ZSH_NAMES: &str = r#"
+_cnitool() {
+    local -a names
+    [[ $PREFIX == -* ]] || names=(${(f)"$(cnitool complete -- "${(@)words[2,CURRENT-1]}" 2>/dev/null)"})
+    (( $#names )) && compadd -a names
+    _cnitool_verbs "$@" || (( $#names ))
+}
 "#;
 
 /// Prints the names that the completions add after these words, one in each line: of networks,

@@ -162,20 +162,40 @@ fn an_unprivileged_call_says_once_that_root_is_needed() {
     assert!(ran.ok && !ran.stderr.contains("root"), "{ran:?}");
 }
 
-#[test]
-fn bash_completes_networks_containers_and_addresses() {
-    require!(probe::plugin("cnitool"));
+/// Calls the completion of bash and prints what it offers.
+const BASH: &str = r#"
+    source <(cnitool completions bash)
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+    _cnitool_names cnitool "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+    printf ' %s ' "${COMPREPLY[@]}"
+"#;
+
+/// As [`BASH`], with a zsh on a terminal, in which Tab prints what the completion offers.
+const ZSH: &str = r#"
+    export INNER='
+        PS1= RPS1=
+        autoload -U compinit && compinit -u -D
+        source <(cnitool completions zsh)
+        offered=()
+        compadd() { local -a matches; builtin compadd -O matches "$@"; offered+=($matches); builtin compadd "$@" }
+        offer() { _main_complete; print -r "OFFERED ${(j:  :)offered} END" }
+        zle -C offer complete-word offer
+        bindkey "^I" offer
+        print READY
+    '
+    zmodload zsh/zpty
+    zpty terminal zsh -f -i
+    zpty -w terminal 'eval "$INNER"'
+    zpty -r terminal line '*READY*'
+    zpty -w -n terminal "$*"$'\t'
+    zpty -r terminal line '*OFFERED*END*'
+    print -r -- "$line"
+"#;
+
+/// Checks what the completion of a shell offers.
+fn assert_completes(shell: &str, script: &str) {
     let operator = Operator::new();
     let container = operator.attach();
-    let script = r#"
-        source <(cnitool completions bash)
-        completed() {
-            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
-            _cnitool_names cnitool "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
-            printf ' %s ' "${COMPREPLY[@]}"
-        }
-        completed "$@"
-    "#;
     let path = format!("PATH={}:{}", cni_testkit::bin_dir().display(), std::env::var("PATH").unwrap());
     let folder = format!("NETCONFPATH={}", operator.node.dir().join("net.d").display());
     for (words, name) in [
@@ -185,9 +205,22 @@ fn bash_completes_networks_containers_and_addresses() {
         (&["ipam", "release", "net1", "10."], "10.1.0.2"),
         (&["status", "--js"], "--json"),
     ] {
-        let call = [&["env", &path, &folder, "bash", "-c", script, "bash", "cnitool"], words].concat();
+        let call = [&["env", &path, &folder, shell, "-c", script, shell, "cnitool"], words].concat();
         let ran = operator.node.run(&call);
         assert!(ran.stdout.contains(&format!(" {name} ")), "{words:?}: {ran:?}");
     }
     operator.detach(&container);
+}
+
+#[test]
+fn bash_completes_networks_containers_and_addresses() {
+    require!(probe::plugin("cnitool"));
+    assert_completes("bash", BASH);
+}
+
+#[test]
+fn zsh_completes_networks_containers_and_addresses() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::tool("zsh"));
+    assert_completes("zsh", ZSH);
 }
