@@ -9,7 +9,7 @@ use std::fmt::Display;
 use cni::version::Version;
 use cni::{Code, Error};
 use serde::{Serialize, Serializer};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::call::{ColorMode, Exit, Failure, Format, Streams, own_uid};
 
@@ -68,10 +68,9 @@ pub(crate) fn write_raw(streams: &mut Streams<'_>, text: &str) -> Result<(), Err
         .map_err(|error| Error::caused(Code::IO, "failed to write to stdout", error))
 }
 
-/// The report of a verb: the fields that `--json` prints, for which the documentation has a JSON
-/// Schema, and the text for people. Both are made from the same data.
+/// The text of a verb's report, for people. With `--json`, a document with the same data is printed
+/// instead, for which the documentation has a JSON Schema.
 pub(crate) struct Report {
-    fields: Map<String, Value>,
     text: String,
     style: ColorMode,
 }
@@ -79,23 +78,18 @@ pub(crate) struct Report {
 impl Report {
     /// Returns an empty report for these streams.
     pub(crate) fn new(streams: &Streams<'_>) -> Report {
-        Report { fields: Map::new(), text: String::new(), style: streams.stdout_style }
+        Report { text: String::new(), style: streams.stdout_style }
     }
 
-    /// Writes the report to stdout.
+    /// Writes the text or `document` to stdout.
     ///
     /// # Errors
     /// Code 5 if stdout cannot be written.
-    pub(crate) fn write(&self, streams: &mut Streams<'_>, format: Format) -> Result<(), Error> {
+    pub(crate) fn write(&self, streams: &mut Streams<'_>, format: Format, document: &Value) -> Result<(), Error> {
         match format {
-            Format::Json => write_json(streams, &self.fields),
+            Format::Json => write_json(streams, document),
             Format::Text => write(streams, &self.text),
         }
-    }
-
-    /// Sets a field.
-    pub(crate) fn set(&mut self, key: &str, value: impl Serialize) {
-        self.fields.insert(key.to_owned(), json!(value));
     }
 
     /// Adds a line.
@@ -115,37 +109,36 @@ impl Report {
         self.painted(colour, format!("{sign} {label:<12} {text}").trim_end());
     }
 
-    /// Sets a field to a list of objects, and adds a table with one row for each object, or the
-    /// line `none` without objects. `columns` are the fields that the table has, and `colour`
-    /// returns the highlighting of an object.
+    /// Adds a table with one row for each object, or the line `none` without objects. `columns` are
+    /// the fields that the table has, and `colour` returns the highlighting of an object. A column
+    /// without a value is left out.
     pub(crate) fn table(
         &mut self,
-        key: &str,
         columns: &[&str],
-        objects: Vec<Value>,
+        objects: &[Value],
         colour: impl Fn(&Value) -> Option<Colour>,
         none: &str,
     ) {
-        let header: Vec<String> =
-            columns.iter().map(|column| words(column.trim_end_matches("Seconds")).to_uppercase()).collect();
         let cells = |object: &Value| columns.iter().map(|column| cell(column, &object[*column])).collect();
-        let rows: Vec<Vec<String>> = objects.iter().map(cells).collect();
-        let lines = std::iter::once((&header, None)).chain(rows.iter().zip(objects.iter().map(colour)));
-        // A column without a value is left out.
-        let width = |index: usize| match rows.iter().map(|row| row[index].chars().count()).max() {
+        let mut rows: Vec<(Vec<String>, Option<Colour>)> =
+            objects.iter().map(|object| (cells(object), colour(object))).collect();
+        let longest = |index: usize| rows.iter().filter_map(|(row, _)| Some(row.get(index)?.chars().count())).max();
+        let header = |column: &&str| words(column.trim_end_matches("Seconds")).to_uppercase();
+        let header: Vec<String> = columns.iter().map(header).collect();
+        let width = |(index, name): (usize, &String)| match longest(index) {
             Some(0) | None => 0,
-            Some(width) => width.max(header[index].len()),
+            Some(width) => width.max(name.len()),
         };
-        let widths: Vec<usize> = (0..columns.len()).map(width).collect();
-        for (row, colour) in lines.filter(|_| !rows.is_empty()) {
+        let widths: Vec<usize> = header.iter().enumerate().map(width).collect();
+        match rows.is_empty() {
+            true => self.line(none),
+            false => rows.insert(0, (header, None)),
+        }
+        for (row, colour) in rows {
             let shown = row.iter().zip(&widths).filter(|(_, width)| **width > 0);
             let shown: Vec<String> = shown.map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
             self.painted(colour, shown.join("  ").trim_end());
         }
-        if rows.is_empty() {
-            self.line(none);
-        }
-        self.set(key, objects);
     }
 
     /// Returns a text in a colour, for a part of a line.

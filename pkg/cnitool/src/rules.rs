@@ -158,11 +158,9 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
     if context.format() == Format::Text {
         problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
     }
-    // True without `--dry-run`, even if no rule was missing.
-    report.set("changed", !args.dry_run);
-    report.set("attachments", &attachments);
-    report.set("problems", &problems);
-    report.write(streams, context.format())?;
+    // `changed` is true without `--dry-run`, even if no rule was missing.
+    let document = json!({"changed": !args.dry_run, "attachments": attachments, "problems": problems});
+    report.write(streams, context.format(), &document)?;
     let is_incomplete = attachments.iter().any(|one| one.outcome.is_problem()) || !problems.is_empty();
     Ok(if is_incomplete { Exit::Failed } else { Exit::Done })
 }

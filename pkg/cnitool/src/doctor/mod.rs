@@ -10,6 +10,7 @@ mod traffic;
 use cni::Error;
 use libcni::{NetworkList, Runtime};
 use serde::Serialize;
+use serde_json::json;
 
 use crate::call::{Context, Exit, Streams};
 use crate::inspect::{AttachmentReport, RULE_KINDS};
@@ -156,10 +157,8 @@ pub(crate) fn run(context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Ex
         1 => "1 thing is wrong.".to_owned(),
         count => format!("{count} things are wrong."),
     });
-    report.set("findings", &findings);
-    // Also the incomplete checks.
-    report.set("well", well);
-    report.write(streams, context.format())?;
+    // `well` has the incomplete checks too.
+    report.write(streams, context.format(), &json!({"findings": findings, "well": well}))?;
     Ok(if findings.is_empty() { Exit::Done } else { Exit::Failed })
 }
 

@@ -11,7 +11,7 @@ mod steps;
 use clap::Args;
 use clap::builder::Resettable;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::call::{Call, Context, Exit, Failure, Format, Streams, failed};
 use crate::network::{self, Command};
@@ -68,8 +68,8 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
     calls.iter().for_each(|call| call.add_to(&mut report));
     let to_failure = |error| failed(subject, error, format);
     if format == Format::Text {
-        let written =
-            report.write(streams, format).and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
+        let written = report.write(streams, format, &Value::Null);
+        let written = written.and_then(|()| write_raw(streams, &String::from_utf8_lossy(&result)));
         // If both failed, the verb's error is reported.
         let exit = outcome?;
         return written.map(|()| exit).map_err(to_failure);
@@ -79,11 +79,10 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
         Err(Failure::Failed { error, .. }) => (Some(error_json(&error)), Exit::Failed),
         Err(failure) => return Err(failure),
     };
-    report.set("calls", &calls);
     // `null` if the verb has printed nothing: it failed, or it has no result.
-    report.set("result", serde_json::from_slice::<Value>(&result).unwrap_or_default());
-    report.set("error", error);
-    report.write(streams, format).map(|()| exit).map_err(to_failure)
+    let result: Value = serde_json::from_slice(&result).unwrap_or_default();
+    let document = json!({"calls": calls, "result": result, "error": error});
+    report.write(streams, format, &document).map(|()| exit).map_err(to_failure)
 }
 
 /// A plugin's outcome and its steps.

@@ -9,6 +9,7 @@ mod attachment;
 use clap::Args;
 use cni::{Code, Error};
 use libcni::NetworkList;
+use serde_json::json;
 
 use crate::call::{Context, Exit, Streams, Watch};
 use crate::node::snapshot::Snapshot;
@@ -47,31 +48,29 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
     let snapshot = Snapshot::take(context)?;
     // An unknown network or container matches only if the argument is not given.
     let is_selected = |network: Option<&str>, container: Option<&str>| {
-        let network_matches = args.network.is_none() || network == args.network.as_deref();
-        let container_matches = match &args.container {
-            Some(prefix) => container.is_some_and(|id| id.starts_with(prefix.as_str())),
-            None => true,
-        };
-        network_matches && container_matches
+        let has_prefix = |prefix: &String| container.is_some_and(|id| id.starts_with(prefix));
+        (args.network.is_none() || network == args.network.as_deref()) && args.container.as_ref().is_none_or(has_prefix)
     };
-    let attachments: Vec<AttachmentReport> = snapshot
-        .attachments
-        .cached
-        .iter()
-        .filter(|entry| is_selected(Some(&entry.network), Some(&entry.attachment.container_id)))
-        .map(|entry| AttachmentReport::new(&snapshot, entry, context.call))
-        .collect();
+    let cached = &snapshot.attachments.cached;
+    let selected = cached.iter().filter(|e| is_selected(Some(&e.network), Some(&e.attachment.container_id)));
+    let attachments: Vec<AttachmentReport> =
+        selected.map(|entry| AttachmentReport::new(&snapshot, entry, context.call)).collect();
     let mut left_over = leftovers::list(&snapshot, context.call);
     left_over.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container_id.as_deref()));
-    if attachments.is_empty() && left_over.is_empty() && args.network.is_some() {
-        let of_container = args.container.as_deref().map(|id| format!(" of container {id}")).unwrap_or_default();
-        let network = args.network.as_deref().unwrap_or_default();
-        let cached = &snapshot.attachments.cached;
-        let (wanted, known): (&str, Vec<&str>) = match args.container.as_deref() {
-            Some(wanted) => (wanted, cached.iter().map(|entry| entry.attachment.container_id.as_str()).collect()),
-            None => (network, snapshot.networks.iter().map(NetworkList::name).collect()),
+    if let Some(network) = &args.network
+        && attachments.is_empty()
+        && left_over.is_empty()
+    {
+        let (of_container, hint) = match &args.container {
+            Some(id) => {
+                let known: Vec<&str> = cached.iter().map(|entry| entry.attachment.container_id.as_str()).collect();
+                (format!(" of container {id}"), did_you_mean(id, &known))
+            }
+            None => {
+                let known: Vec<&str> = snapshot.networks.iter().map(NetworkList::name).collect();
+                (String::new(), did_you_mean(network, &known))
+            }
         };
-        let hint = did_you_mean(wanted, &known);
         let msg = format!("nothing{of_container} is attached to network {network:?}, and nothing is left over{hint}");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }
@@ -90,9 +89,7 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
         report.fact(true, leftover.kind, &leftover.text());
         report.line(format_args!("    because {}\n    remove: {}", leftover.reason, leftover.command));
     }
-    report.set("attachments", &attachments);
-    report.set("leftOver", &left_over);
-    report.write(streams, context.format())?;
+    report.write(streams, context.format(), &json!({"attachments": attachments, "leftOver": left_over}))?;
     let has_difference = attachments.iter().flat_map(|report| &report.facts).any(|fact| fact.problem.is_some());
     Ok(if has_difference || !left_over.is_empty() { Exit::Failed } else { Exit::Done })
 }

@@ -4,25 +4,17 @@
 //! `show`, `gc` and `release` hold the store's lock, as the plugins do, so they see no unfinished
 //! change.
 
-mod dhcp;
-mod gc;
-mod list;
-mod release;
+mod remove;
 mod show;
 
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
 use clap::{Args, Subcommand};
-use cni::Error;
-use cni_ipam::Reservation;
-use serde::Serialize;
 
-use crate::call::{Context, Exit, Failure, Format, Streams, Watch, failed};
+use crate::call::{Context, Exit, Failure, Streams, Watch, failed};
 use crate::help;
 use crate::node::ipam::IpamContext;
-use crate::report::{Colour, Report};
 
 /// See and repair the address reservations of host-local, and see the leases of dhcp
 #[derive(Debug, Args)]
@@ -51,15 +43,15 @@ enum Verb {
     /// This verb removes only addresses. If rules and links are left over too, 'cnitool
     /// gc' or the runtime's own garbage collection removes all of them.
     #[command(verbatim_doc_comment, after_help = help::AFTER_IPAM_GC)]
-    Gc(gc::Collect),
+    Gc(remove::Collect),
     /// Remove one reservation, or all reservations of one container
     ///
     /// Refuses to release an address that is in use, because another container could
     /// get the address while the first one still uses it. --force releases it anyway.
     #[command(verbatim_doc_comment, after_help = help::AFTER_IPAM_RELEASE)]
-    Release(release::Release),
+    Release(remove::Release),
     /// List the leases of the dhcp daemon: address, server, times, last error
-    Dhcp(dhcp::Dhcp),
+    Dhcp(show::Dhcp),
 }
 
 /// The location of the reservations.
@@ -88,52 +80,4 @@ pub(crate) fn run(args: &Ipam, context: &Context<'_>, streams: &mut Streams<'_>)
 /// known.
 fn age_in_seconds(since: Option<SystemTime>) -> Option<u64> {
     Some(SystemTime::now().duration_since(since?).unwrap_or_default().as_secs())
-}
-
-/// A reservation, and why it is removed or kept.
-#[derive(Clone, Serialize)]
-struct Decision {
-    address: IpAddr,
-    #[serde(rename = "containerID")]
-    container_id: String,
-    ifname: Option<String>,
-    reason: String,
-}
-
-impl Decision {
-    /// Returns the decision about a reservation.
-    fn new(Reservation { address, id, ifname, .. }: &Reservation, reason: &str) -> Decision {
-        Decision { address: *address, container_id: id.clone(), ifname: ifname.clone(), reason: reason.to_owned() }
-    }
-}
-
-/// Writes the report of a verb that removes reservations. `changed` is false if it only reports.
-///
-/// # Errors
-/// Code 5 if stdout cannot be written.
-fn write_removal(
-    network: &str,
-    changed: bool,
-    [removed, kept]: [&[Decision]; 2],
-    format: Format,
-    streams: &mut Streams<'_>,
-) -> Result<(), Error> {
-    let mut report = Report::new(streams);
-    for (verb, colour, decisions) in [("keep", None, kept), ("remove", Some(Colour::Red), removed)] {
-        for Decision { address, container_id, ifname, reason } in decisions {
-            let owner = format!("{container_id} {}", ifname.as_deref().unwrap_or_default());
-            let owner = owner.trim().escape_debug();
-            report.painted(colour, &format!("{verb:<6}  {address}  {owner}  ({reason})"));
-        }
-    }
-    let counts = format!("{} of {}", removed.len(), removed.len() + kept.len());
-    report.line(match changed {
-        false => format!("{counts} would be removed. Nothing was changed."),
-        true => format!("{counts} are removed."),
-    });
-    report.set("network", network);
-    report.set("changed", changed);
-    report.set("removed", removed);
-    report.set("kept", kept);
-    report.write(streams, format)
 }

@@ -13,6 +13,7 @@ use cni::config::ValidAttachments;
 use cni::{AttachmentId, Error};
 use libcni::NetworkList;
 use serde::Serialize;
+use serde_json::json;
 
 use super::VerbRun;
 use super::sweep::{Evidence, Network};
@@ -107,13 +108,11 @@ impl VerbRun<'_> {
         if plans.is_empty() {
             report.line("No network is configured or in a result cache.");
         }
-        report.set("networks", plans);
-        if format == Format::Text {
-            report.write(streams, format)?;
-            return remove();
+        let mut write = || report.write(streams, format, &json!({"networks": plans}));
+        match format {
+            Format::Text => write().and_then(|()| remove()),
+            Format::Json => remove().and_then(|()| write()),
         }
-        remove()?;
-        report.write(streams, format)
     }
 
     /// Decides which attachments gc keeps and removes: those in the result cache and those that

@@ -85,8 +85,7 @@ impl VerbRun<'_> {
         if networks.is_empty() {
             report.line(format_args!("No network is configured in {}.", self.context.conf_folder().path().display()));
         }
-        report.set("networks", networks);
-        report.write(streams, format)?;
+        report.write(streams, format, &json!({"networks": networks}))?;
         match errors.is_empty() {
             true => Ok(Exit::Done),
             false if format == Format::Json => Ok(Exit::Failed),

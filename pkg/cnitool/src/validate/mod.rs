@@ -144,7 +144,8 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
     let none = format!("No network is configured in {}.", folder.path().display());
     if is_listing {
         let columns = ["network", "cniVersion", "plugins", "file", "state"];
-        report.table("networks", &columns, files.iter().map(|file| json!(file)).collect(), |_| None, &none);
+        let rows: Vec<Value> = files.iter().map(|file| json!(file)).collect();
+        report.table(&columns, &rows, |_| None, &none);
         if files.iter().any(|file| !file.problems.is_empty()) {
             report.line("");
         }
@@ -153,9 +154,8 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
     for CheckedFile { file, network, .. } in files.iter().filter(|file| file.sound && !is_listing) {
         report.line(format_args!("{file}: network {} has no errors", network.as_deref().unwrap_or("?")));
     }
-    report.set("networks", &files);
-    report.set("folder", folder.path().display().to_string());
-    report.write(streams, context.format())?;
+    let document = json!({"networks": files, "folder": folder.path().display().to_string()});
+    report.write(streams, context.format(), &document)?;
     let is_accepted = |file: &CheckedFile| file.sound && (file.problems.is_empty() || !args.strict);
     // A file that is never used does no harm.
     let mut relevant = files.iter().filter(|file| file.used || !file.loads || !is_listing);

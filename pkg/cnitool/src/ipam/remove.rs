@@ -1,18 +1,22 @@
-//! gc: removes reservations of containers that do not exist any more.
+//! gc removes reservations of containers that do not exist any more; release removes one
+//! reservation by its address, or all reservations of one container.
 //!
 //! If the result cache does not have the attachment, the reservation may belong to an ADD that is
-//! still running. So it is only removed with `--unknown`, and if it is old enough.
+//! still running. So gc only removes it with `--unknown`, and if it is old enough.
 
 use std::net::IpAddr;
 
-use clap::Args;
-use cni::Error;
+use clap::{ArgGroup, Args};
+use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
+use serde::Serialize;
+use serde_json::json;
 
-use super::{Decision, age_in_seconds, write_removal};
+use super::age_in_seconds;
 use crate::call::{Format, Streams};
 use crate::node::attachments::{CheckedReservation, Liveness};
 use crate::node::ipam::IpamContext;
+use crate::report::{Colour, REFUSED, Report};
 
 /// The arguments of `gc`.
 #[derive(Debug, Args)]
@@ -33,6 +37,25 @@ pub(super) struct Collect {
     keep: Vec<String>,
 }
 
+/// The arguments of `release`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("which").required(true).args(["address", "container_id"]))]
+pub(super) struct Release {
+    /// The network's name
+    network: String,
+    /// The address to release
+    address: Option<IpAddr>,
+    /// All reservations of this container
+    #[arg(long, value_name = "ID")]
+    container_id: Option<String>,
+    /// With --container-id: only of this interface
+    #[arg(long, short, value_name = "NAME", requires = "container_id")]
+    ifname: Option<String>,
+    /// Release even an address in use, which another container may then get
+    #[arg(long)]
+    force: bool,
+}
+
 impl IpamContext<'_> {
     /// Decides which reservations are removed, prints the decisions, and removes these reservations
     /// unless `--dry-run` is given.
@@ -48,7 +71,7 @@ impl IpamContext<'_> {
         let pool = self.pool_of(&args.network)?;
         let (format, mut removed, mut kept) = (self.context.format(), Vec::new(), Vec::new());
         let mut write = |removed: &[Decision], kept: &[Decision]| {
-            write_removal(&args.network, !args.dry_run, [removed, kept], format, streams)
+            self.write_removal(&args.network, !args.dry_run, [removed, kept], streams)
         };
         let Some(mut locked) = self.lock(&pool)? else { return write(&[], &[]) };
         let Listed { reservations, unread, .. } = locked.list()?;
@@ -77,6 +100,86 @@ impl IpamContext<'_> {
         }
         read_outcome
     }
+
+    /// Releases the selected reservations and prints them.
+    ///
+    /// # Errors
+    /// - As [`pool_of`](IpamContext::pool_of).
+    /// - Code 3 if no reservation is selected.
+    /// - Code 103 without `--force` if a selected reservation is in use. Nothing is released then.
+    /// - Code 5 if the store, the result cache or a reservation cannot be read, a reservation
+    ///   cannot be removed, or stdout cannot be written. An unreadable reservation does not prevent
+    ///   the release of the others.
+    /// - Code 11 if the lock is held for too long.
+    /// - The kernel's error if the host's links cannot be listed.
+    pub(super) fn release(&self, args: &Release, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let pool = self.pool_of(&args.network)?;
+        let not_found_error = || {
+            let msg = match (&args.address, &args.container_id) {
+                (Some(address), _) => format!("{address} is not reserved"),
+                (None, id) => format!("container {} has no reservation", id.as_deref().unwrap_or_default()),
+            };
+            let folder = pool.folder().display().to_string();
+            Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(folder)
+        };
+        let Some(mut locked) = self.lock(&pool)? else { return Err(not_found_error()) };
+        let Listed { reservations: mut selected, unread, .. } = locked.list()?;
+        selected.retain(|reservation| is_selected(args, reservation));
+        // Without an address, each unreadable file may be a reservation of the container.
+        let unread = unread.into_iter().filter(|(address, _)| args.address.is_none_or(|wanted| wanted == *address));
+        let read_outcome = Error::join(unread.map(|(_, error)| error));
+        if selected.is_empty() {
+            read_outcome?;
+            return Err(not_found_error());
+        }
+        for checked in self.check_all(&pool.network, selected.clone())? {
+            if let Liveness::InUse(why) = &checked.liveness
+                && !args.force
+            {
+                let msg = format!("{} and is in use: {why}", checked.reservation);
+                let details =
+                    "detach the container with 'cnitool del' or its runtime, or release the address with --force";
+                return Err(Error::new(REFUSED, msg).with_details(details));
+            }
+        }
+        // A reservation that has changed in the meantime is not released.
+        let released_addresses = locked.release_chosen(&selected)?;
+        let mut released = selected;
+        released.retain(|reservation| released_addresses.contains(&reservation.address));
+        let released: Vec<Decision> =
+            released.iter().map(|reservation| Decision::new(reservation, "selected")).collect();
+        self.write_removal(&args.network, true, [&released, &[]], streams)?;
+        read_outcome
+    }
+
+    /// Writes the report of a verb that removes reservations. `changed` is false if it only
+    /// reports.
+    ///
+    /// # Errors
+    /// Code 5 if stdout cannot be written.
+    fn write_removal(
+        &self,
+        network: &str,
+        changed: bool,
+        [removed, kept]: [&[Decision]; 2],
+        streams: &mut Streams<'_>,
+    ) -> Result<(), Error> {
+        let mut report = Report::new(streams);
+        for (verb, colour, decisions) in [("keep", None, kept), ("remove", Some(Colour::Red), removed)] {
+            for Decision { address, container_id, ifname, reason } in decisions {
+                let owner = format!("{container_id} {}", ifname.as_deref().unwrap_or_default());
+                let owner = owner.trim().escape_debug();
+                report.painted(colour, &format!("{verb:<6}  {address}  {owner}  ({reason})"));
+            }
+        }
+        let counts = format!("{} of {}", removed.len(), removed.len() + kept.len());
+        report.line(match changed {
+            false => format!("{counts} would be removed. Nothing was changed."),
+            true => format!("{counts} are removed."),
+        });
+        let document = json!({"network": network, "changed": changed, "removed": removed, "kept": kept});
+        report.write(streams, self.context.format(), &document)
+    }
 }
 
 /// Moves the decisions about addresses that are not in `released` from `removed` to `kept`, because
@@ -102,6 +205,35 @@ fn decide(args: &Collect, reservation: &Reservation, liveness: Liveness) -> (boo
             Some(age) => (false, format!("{why}, but it is only {age} s old: its ADD may still be running")),
             None => (false, format!("{why}, and its age is unknown")),
         },
+    }
+}
+
+/// Whether the arguments select a reservation.
+fn is_selected(args: &Release, reservation: &Reservation) -> bool {
+    match (&args.address, &args.container_id) {
+        (Some(address), _) => reservation.address == *address,
+        (None, Some(id)) => {
+            reservation.id == *id && args.ifname.as_ref().is_none_or(|name| reservation.ifname.as_ref() == Some(name))
+        }
+        // clap requires one of the two.
+        (None, None) => false,
+    }
+}
+
+/// A reservation, and why it is removed or kept.
+#[derive(Clone, Serialize)]
+struct Decision {
+    address: IpAddr,
+    #[serde(rename = "containerID")]
+    container_id: String,
+    ifname: Option<String>,
+    reason: String,
+}
+
+impl Decision {
+    /// Returns the decision about a reservation.
+    fn new(Reservation { address, id, ifname, .. }: &Reservation, reason: &str) -> Decision {
+        Decision { address: *address, container_id: id.clone(), ifname: ifname.clone(), reason: reason.to_owned() }
     }
 }
 
