@@ -85,16 +85,14 @@ _cnitool() {
 /// # Errors
 /// Code 5 if a folder cannot be read or stdout cannot be written.
 pub(crate) fn complete(args: &Complete, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+    const FLAGS: [&str; 4] = ["--json", "--all", "--dry-run", "--watch"];
     let after_container_id = args.words.last().is_some_and(|word| word == "--container-id");
     let mut words: Vec<&str> = Vec::new();
     let mut is_value = false;
     for word in &args.words {
-        let takes_value =
-            word.starts_with('-') && !["--json", "--all", "--dry-run", "--watch"].contains(&word.as_str());
-        if !word.starts_with('-') && !is_value {
-            words.push(word);
-        }
-        is_value = takes_value && !word.contains('=');
+        let (is_option, is_flag) = (word.starts_with('-'), FLAGS.contains(&word.as_str()));
+        words.extend((!is_option && !is_value).then_some(word.as_str()));
+        is_value = is_option && !is_flag && !word.contains('=');
     }
     if words.first() == Some(&"explain") {
         words.remove(0);

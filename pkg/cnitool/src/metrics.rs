@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -61,11 +61,8 @@ impl Exposition {
     ) {
         let mut counts: BTreeMap<[&str; N], u32> = BTreeMap::new();
         keys.into_iter().for_each(|key| *counts.entry(key).or_default() += 1);
-        self.add_gauge(
-            name,
-            help,
-            counts.into_iter().map(|(key, n)| (labels.into_iter().zip(key).collect(), n.into())),
-        );
+        let samples = counts.into_iter().map(|(key, n)| (labels.into_iter().zip(key).collect(), n.into()));
+        self.add_gauge(name, help, samples);
     }
 }
 
@@ -160,11 +157,8 @@ fn add_findings(text: &mut Exposition, outcomes: &[CheckOutcome]) {
         let (check, count) = outcome.count();
         (vec![("check", check), ("severity", outcome.severity())], count as f64)
     };
-    text.add_gauge(
-        "cni_doctor_findings",
-        "Problems that cnitool doctor finds on the host.",
-        outcomes.iter().map(sample),
-    );
+    let help = "Problems that cnitool doctor finds on the host.";
+    text.add_gauge("cni_doctor_findings", help, outcomes.iter().map(sample));
 }
 
 /// Adds the number of dhcp's leases and the shortest time until one ends.
@@ -218,13 +212,11 @@ fn age_of_process(pid: &str) -> Option<Duration> {
 /// # Errors
 /// Code 5 if it is something else.
 fn check_textfile(path: &Path) -> Result<(), Error> {
-    let failed =
-        |error: io::Error| Error::caused(Code::IO, format_args!("failed to replace {}", path.display()), error);
     match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_file() => Ok(()),
         Ok(_) => Err(Error::new(Code::IO, format!("{} is not a regular file, so it is not replaced", path.display()))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(failed(error)),
+        Err(error) => Err(Error::caused(Code::IO, format_args!("failed to replace {}", path.display()), error)),
     }
 }
 

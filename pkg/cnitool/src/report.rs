@@ -46,11 +46,9 @@ fn escape_control(text: &str, style: ColorMode) -> String {
         let is_direction_mark =
             matches!(next, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         let is_line_separator = matches!(next, '\u{2028}' | '\u{2029}');
-        let is_harmful = next.is_control() || is_direction_mark || is_line_separator;
-        if is_harmful && next != '\n' {
-            escaped.extend(next.escape_default());
-        } else {
-            escaped.push(next);
+        match next.is_control() || is_direction_mark || is_line_separator {
+            true if next != '\n' => escaped.extend(next.escape_default()),
+            _ => escaped.push(next),
         }
         rest = chars.as_str();
     }
@@ -282,10 +280,8 @@ fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
 pub(crate) fn did_you_mean(name: &str, known: &[&str]) -> String {
     let lower = name.to_ascii_lowercase();
     let closest = known.iter().map(|other| (strsim::osa_distance(&lower, &other.to_ascii_lowercase()), *other)).min();
-    match closest {
-        Some((distance, other)) if distance <= 1 + name.len() / 4 => format!("; did you mean {other:?}?"),
-        _ => String::new(),
-    }
+    let similar = closest.filter(|(distance, _)| *distance <= 1 + name.len() / 4);
+    similar.map(|(_, other)| format!("; did you mean {other:?}?")).unwrap_or_default()
 }
 
 /// Prints the error, or the help that was requested. Returns the exit code.

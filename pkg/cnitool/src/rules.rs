@@ -12,8 +12,8 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::{Environment, RestoreMode};
 use cni::{AttachmentId, Result};
 use cni_linux::{Netlink, Netns};
-use libcni::NetworkList;
 use libcni::cache::{Entry, Listing};
+use libcni::{Attachment, NetworkList};
 use serde::Serialize;
 use serde_json::json;
 
@@ -147,12 +147,12 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
         why.iter().for_each(|why| add(&mut report, "attachment", *outcome, std::slice::from_ref(why)));
         plugins.iter().for_each(|plugin| add(&mut report, &plugin.r#type, plugin.outcome, &plugin.why));
     }
-    let count = |wanted: &[Outcome]| attachments.iter().filter(|one| wanted.contains(&one.outcome)).count();
-    let (lacking, skipped) = (count(&[Outcome::Missing, Outcome::Restored]), count(&[Outcome::Skipped]));
+    let count = |wanted: Outcome| attachments.iter().filter(|one| one.outcome == wanted).count();
+    let (lacking, skipped) = (count(Outcome::Missing) + count(Outcome::Restored), count(Outcome::Skipped));
     let mut summary =
         format!("{}: {lacking} lacked rules, {skipped} skipped", counted(attachments.len(), "attachment"));
-    for outcome in [Outcome::NotRestored, Outcome::Failed].into_iter().filter(|outcome| count(&[*outcome]) > 0) {
-        summary += &format!(", {} {}", count(&[outcome]), outcome.words());
+    for outcome in [Outcome::NotRestored, Outcome::Failed].into_iter().filter(|outcome| count(*outcome) > 0) {
+        summary += &format!(", {} {}", count(outcome), outcome.words());
     }
     report.line(format_args!("{summary}."));
     if context.format() == Format::Text {
@@ -318,14 +318,8 @@ fn has_host_end(entry: &Entry) -> bool {
 fn environment(entry: &Entry) -> Environment {
     let attachment = &entry.attachment;
     let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    Environment::new(
-        [
-            ("CNI_COMMAND", "CHECK"),
-            ("CNI_CONTAINERID", &attachment.container_id),
-            ("CNI_NETNS", &attachment.netns),
-            ("CNI_IFNAME", &attachment.ifname),
-            ("CNI_ARGS", &args.join(";")),
-        ]
-        .map(|(name, value)| (name.into(), value.into())),
-    )
+    let Attachment { container_id, netns, ifname, .. } = attachment;
+    let names = ["CNI_COMMAND", "CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"];
+    let values = ["CHECK", container_id, netns, ifname, &args.join(";")];
+    Environment::new(names.into_iter().zip(values).map(|(name, value)| (name.into(), value.into())))
 }

@@ -29,11 +29,8 @@ fn stdout_of(node: &Examined<'_>, program: &str, args: &[&str]) -> Option<String
         timeout: Duration::from_secs(30),
         on_sigterm: OnSigterm::Kill,
     };
-    let output = node.context.call.machine.run(&child).ok()?;
-    match output.status {
-        Exit::Status(0) => Some(String::from_utf8_lossy(&output.stdout).into_owned()),
-        _ => None,
-    }
+    let output = node.context.call.machine.run(&child).ok().filter(|output| output.status == Exit::Status(0))?;
+    Some(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// A chain for forwarded packets with the policy drop.
@@ -90,13 +87,11 @@ impl BridgeNames {
     fn has_host_ports_accepted_in(&self, rules: &str) -> bool {
         let names: Vec<&str> = std::iter::once(&self.bridge).chain(&self.addresses).map(String::as_str).collect();
         rules.lines().any(|rule| {
-            let words: Vec<&str> =
-                rule.split(|c: char| c.is_whitespace() || c == '"').filter(|word| !word.is_empty()).collect();
+            let words: Vec<&str> = words_of(rule).collect();
             let accepts = words.iter().any(|word| matches!(*word, "accept" | "ACCEPT"));
-            let destination = words
-                .windows(2)
-                .find(|pair| matches!(pair[0], "oifname" | "oif" | "daddr" | "-o" | "-d"))
-                .map(|pair| pair[1]);
+            let mut pairs = words.windows(2);
+            let destination = pairs.find(|pair| matches!(pair[0], "oifname" | "oif" | "daddr" | "-o" | "-d"));
+            let destination = destination.map(|pair| pair[1]);
             let is_to_container = destination.is_some_and(|name| names.contains(&name));
             // A set is that of the plugin `firewall`, or of the administrator.
             let may_be_to_container = destination.is_none_or(|name| name.starts_with('@') || is_to_container);
@@ -119,22 +114,15 @@ pub(super) fn policy(node: &Examined<'_>) -> CheckOutcome {
     if bridges.is_empty() {
         return outcome.with_summary("no bridge has containers");
     }
-    let mut unusable_programs = Vec::new();
-    let mut chains = dropping_nft_chains(node).unwrap_or_else(|| {
-        unusable_programs.push("nft");
-        Vec::new()
-    });
-    if !add_dropping_legacy_chains(node, &mut chains) {
-        unusable_programs.push("iptables-legacy-save");
-    }
-    chains.iter().for_each(|chain| check_chain(chain, &bridges, &mut outcome));
-    match unusable_programs.is_empty() {
-        true => outcome.with_summary("no policy drops packets of containers"),
-        false => outcome.with_summary(format!(
-            "not checked completely: {} is not installed or does not work",
-            unusable_programs.join(", ")
-        )),
-    }
+    let lists = [("nft", dropping_nft_chains(node)), ("iptables-legacy-save", dropping_legacy_chains(node))];
+    let chains = lists.iter().filter_map(|(_, chains)| chains.as_ref()).flatten();
+    chains.for_each(|chain| check_chain(chain, &bridges, &mut outcome));
+    let unusable: Vec<&str> =
+        lists.iter().filter(|(_, chains)| chains.is_none()).map(|(program, _)| *program).collect();
+    outcome.with_summary(match unusable.is_empty() {
+        true => "no policy drops packets of containers".to_owned(),
+        false => format!("not checked completely: {} is not installed or does not work", unusable.join(", ")),
+    })
 }
 
 /// Reports what a chain with the policy drop drops: new connections to host ports, and the packets
@@ -187,25 +175,22 @@ fn dropping_nft_chains(node: &Examined<'_>) -> Option<Vec<DroppingChain>> {
 const IPTABLES_PROGRAMS: [(&str, &str); 2] =
     [("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")];
 
-/// Adds the chains FORWARD of iptables-legacy that drop packets. Returns `false` if an existing
-/// table `filter` could not be listed.
-fn add_dropping_legacy_chains(node: &Examined<'_>, chains: &mut Vec<DroppingChain>) -> bool {
-    let mut is_complete = true;
+/// Returns the chains FORWARD of iptables-legacy that drop packets, or `None` if an existing table
+/// `filter` could not be listed.
+fn dropping_legacy_chains(node: &Examined<'_>) -> Option<Vec<DroppingChain>> {
+    let mut chains = Vec::new();
     for (program, names_file) in IPTABLES_PROGRAMS {
         let tables = fs::read_to_string(names_file).unwrap_or_default();
         if !tables.lines().any(|table| table == "filter") {
             continue;
         }
-        match stdout_of(node, &format!("{program}-legacy-save"), &["-t", "filter"]) {
-            None => is_complete = false,
-            Some(rules) if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) => {
-                let insertion = Some((format!("{program}-legacy -I FORWARD"), IPTABLES_WORDS));
-                chains.push(DroppingChain { name: format!("FORWARD of {program}-legacy"), rules, insertion });
-            }
-            Some(_) => {}
+        let rules = stdout_of(node, &format!("{program}-legacy-save"), &["-t", "filter"])?;
+        if rules.lines().any(|line| line.starts_with(":FORWARD DROP")) {
+            let insertion = Some((format!("{program}-legacy -I FORWARD"), IPTABLES_WORDS));
+            chains.push(DroppingChain { name: format!("FORWARD of {program}-legacy"), rules, insertion });
         }
     }
-    is_complete
+    Some(chains)
 }
 
 /// Describes that a chain with the policy drop drops new connections to the host ports of
@@ -216,13 +201,9 @@ fn dropped_host_ports(bridges: &[BridgeNames], rules: &str) -> Option<String> {
         names.has_host_ports && names.is_mentioned_in(rules) && !names.has_host_ports_accepted_in(rules)
     };
     let affected: Vec<&str> = bridges.iter().filter(is_affected).map(|names| names.bridge.as_str()).collect();
-    if affected.is_empty() {
-        return None;
-    }
-    Some(format!(
-        "drops new connections to the host ports of containers on {}: no rule of the table accepts them",
-        affected.join(", ")
-    ))
+    let bridges = affected.join(", ");
+    let what = "drops new connections to the host ports of containers on";
+    (!affected.is_empty()).then(|| format!("{what} {bridges}: no rule of the table accepts them"))
 }
 
 /// Whether a name can be part of a command: whether it has no special meaning for the shell, nft
@@ -234,7 +215,12 @@ fn is_safe_in_command(name: &str) -> bool {
 
 /// Whether a word of the rules is exactly `name`.
 fn mentions(rules: &str, name: &str) -> bool {
-    rules.split(|c: char| c.is_whitespace() || c == '"').any(|word| word == name)
+    words_of(rules).any(|word| word == name)
+}
+
+/// Returns the words of rules, without quotation marks.
+fn words_of(rules: &str) -> impl Iterator<Item = &str> {
+    rules.split(|c: char| c.is_whitespace() || c == '"').filter(|word| !word.is_empty())
 }
 
 /// Returns the family, the table and the name of each base chain of the hook forward with the
@@ -256,20 +242,16 @@ fn dropping_chains(chains: &Value) -> Vec<[String; 3]> {
 pub(super) fn bridge_netfilter(policy: &CheckOutcome) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("br_netfilter");
     let value = sysctl::read("net/bridge/bridge-nf-call-iptables").ok();
-    match value.as_deref() {
-        None => outcome
-            .with_summary("br_netfilter is not loaded: frames between containers of one bridge do not pass iptables"),
-        Some("1") if !policy.findings.is_empty() => {
-            let problem = "is 1, so the policy above also drops packets between containers of one bridge";
-            let name = "net.bridge.bridge-nf-call-iptables";
-            outcome.add(name, problem, format!("sysctl -w {name}=0"));
-            outcome
-        }
-        Some("1") => {
-            outcome.with_summary("frames between containers of one bridge pass iptables, which Kubernetes needs")
-        }
-        Some(_) => outcome.with_summary("frames between containers of one bridge do not pass iptables"),
+    if value.as_deref() == Some("1") && !policy.findings.is_empty() {
+        let problem = "is 1, so the policy above also drops packets between containers of one bridge";
+        let name = "net.bridge.bridge-nf-call-iptables";
+        outcome.add(name, problem, format!("sysctl -w {name}=0"));
     }
+    outcome.with_summary(match value.as_deref() {
+        None => "br_netfilter is not loaded: frames between containers of one bridge do not pass iptables",
+        Some("1") => "frames between containers of one bridge pass iptables, which Kubernetes needs",
+        Some(_) => "frames between containers of one bridge do not pass iptables",
+    })
 }
 
 /// Checks for iptables and for ip6tables that at most one of the two variants, legacy and nft, has
@@ -304,10 +286,10 @@ pub(super) fn variants(node: &Examined<'_>) -> CheckOutcome {
         let counts = [(legacy, "legacy"), (nft, "nft")].into_iter().filter(|(count, _)| *count > 0);
         variants_with_rules.extend(counts.map(|(_, variant)| format!("{program}-{variant}")));
     }
-    match variants_with_rules.is_empty() {
-        true => outcome.with_summary("iptables has no rules in either variant"),
-        false => outcome.with_summary(format!("rules only in {}", variants_with_rules.join(" and "))),
-    }
+    outcome.with_summary(match variants_with_rules.is_empty() {
+        true => "iptables has no rules in either variant".to_owned(),
+        false => format!("rules only in {}", variants_with_rules.join(" and ")),
+    })
 }
 
 /// Checks that the connection tracking table is less than 80 % full.
@@ -321,21 +303,16 @@ pub(super) fn conntrack() -> CheckOutcome {
 /// `None` means that the kernel does not track connections.
 fn judge_conntrack(count_and_limit: Option<(u64, u64)>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("conntrack");
-    match count_and_limit {
-        Some((count, 0)) => outcome.with_summary(format!("{count} connections, no limit")),
-        Some((count, max)) => {
-            let percent = count.saturating_mul(100) / max;
-            if percent >= 80 {
-                let object = format!("{count} of {max} possible connections");
-                let problem =
-                    format!("are tracked ({percent}%): beyond the limit, packets of new connections are dropped");
-                let command = format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2));
-                outcome.add(object, problem, command);
-            }
-            outcome.with_summary(format!("{count} of {max} connections ({percent}%)"))
-        }
-        None => outcome.with_summary("not in use"),
+    let Some((count, max)) = count_and_limit else { return outcome.with_summary("not in use") };
+    let Some(percent) = count.saturating_mul(100).checked_div(max) else {
+        return outcome.with_summary(format!("{count} connections, no limit"));
+    };
+    if percent >= 80 {
+        let problem = format!("are tracked ({percent}%): beyond the limit, packets of new connections are dropped");
+        let command = format!("sysctl -w net.netfilter.nf_conntrack_max={}", max.saturating_mul(2));
+        outcome.add(format!("{count} of {max} possible connections"), problem, command);
     }
+    outcome.with_summary(format!("{count} of {max} connections ({percent}%)"))
 }
 
 #[cfg(test)]

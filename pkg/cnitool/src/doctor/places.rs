@@ -35,10 +35,8 @@ pub(super) fn networks(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
             Ok(list) => names.push(list.name().to_owned()),
         }
     }
-    Ok(outcome.with_summary(match names.is_empty() {
-        true => format!("none is configured in {}", node.context.conf_folder().path().display()),
-        false => format!("{} in {}", names.join(", "), node.context.conf_folder().path().display()),
-    }))
+    let names = if names.is_empty() { "none is configured".to_owned() } else { names.join(", ") };
+    Ok(outcome.with_summary(format!("{names} in {}", node.context.conf_folder().path().display())))
 }
 
 /// Checks that the plugins exist. Also checks that only root can change the plugins, the networks'
@@ -72,15 +70,11 @@ pub(super) fn folders(node: &Examined<'_>) -> CheckOutcome {
 
 /// Returns the types of a network's plugins, each followed by the type of its IPAM plugin.
 fn plugin_types(list: &NetworkList) -> Vec<String> {
-    let mut types = Vec::new();
-    for plugin in list.plugins() {
-        types.push(plugin.kind().to_owned());
-        if let Ok(conf) = list.request(plugin, None).and_then(NetConf::parse) {
-            types.push(conf.ipam_type().to_owned());
-        }
-    }
-    types.retain(|kind| !kind.is_empty());
-    types
+    let types = list.plugins().iter().flat_map(|plugin| {
+        let conf = list.request(plugin, None).and_then(NetConf::parse);
+        [plugin.kind().to_owned(), conf.map(|conf| conf.ipam_type().to_owned()).unwrap_or_default()]
+    });
+    types.filter(|kind| !kind.is_empty()).collect()
 }
 
 /// Checks that only root can change a file or folder. Another user with write access could make

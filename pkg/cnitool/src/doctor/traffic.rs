@@ -20,8 +20,8 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
     let results = node.snapshot.attachments.cached.iter().filter_map(result_of);
-    let families: Vec<Family> =
-        results.flat_map(|result| result.ips).map(|ip| Family::of(ip.address.address())).collect();
+    let ips = results.flat_map(|result| result.ips);
+    let families: Vec<Family> = ips.map(|ip| Family::of(ip.address.address())).collect();
     // The links behind which containers use the host as a gateway.
     let attached_links = node.snapshot.attachments.attached_links();
     let outside_bridges = attached_links.iter().map(|(_, link)| *link).filter(|link| link.master.is_none());
@@ -45,12 +45,17 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
 
 /// Returns the name of a sysctl as sysctl(8) writes it, with `.` and `/` swapped.
 fn dotted(name: &str) -> String {
-    let swapped = name.chars().map(|c| match c {
-        '/' => '.',
-        '.' => '/',
-        c => c,
-    });
-    swapped.collect()
+    name.chars()
+        .map(|c| {
+            if c == '/' {
+                '.'
+            } else if c == '.' {
+                '/'
+            } else {
+                c
+            }
+        })
+        .collect()
 }
 
 /// Checks that the bridges, the two ends of each attachment's link, and the other ports of the

@@ -10,7 +10,6 @@ mod steps;
 
 use clap::Args;
 use clap::builder::Resettable;
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::call::{Call, Context, Exit, Failure, Format, Streams, failed};
@@ -18,7 +17,6 @@ use crate::network::{self, Command};
 use crate::report::{Colour, Report, error_json, write_raw};
 
 use recorder::{Log, PluginError, PluginRun, Recorder};
-use steps::Step;
 
 /// The arguments of `explain`.
 #[derive(Debug, Args)]
@@ -63,7 +61,7 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
     };
     let recorded = Context { shared: context.shared, call: &recorded_call, notes: context.notes };
     let outcome = network::run_command(&command, &recorded, &mut buffered_streams);
-    let calls: Vec<CallReport> = recorder.into_runs().into_iter().map(CallReport::new).collect();
+    let calls = recorder.into_runs();
     let mut report = Report::new(streams);
     calls.iter().for_each(|call| call.add_to(&mut report));
     let to_failure = |error| failed(subject, error, format);
@@ -85,29 +83,11 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
     report.write(streams, format, &document).map(|()| exit).map_err(to_failure)
 }
 
-/// A plugin's outcome and its steps.
-#[derive(Serialize)]
-struct CallReport {
-    plugin: String,
-    verb: String,
-    /// The duration in milliseconds.
-    ms: f64,
-    error: Option<PluginError>,
-    steps: Vec<Step>,
-}
-
-impl CallReport {
-    /// Reads the steps of a run.
-    fn new(run: PluginRun) -> CallReport {
-        let steps = steps::steps_of(&run);
-        let PluginRun { plugin, verb, ms, error, .. } = run;
-        CallReport { plugin, verb, ms, error, steps }
-    }
-
+impl PluginRun {
     /// Adds a line with the duration and outcome, then a line for each step. Below the step that
     /// made the plugin fail are its stderr and its request.
     fn add_to(&self, report: &mut Report) {
-        let CallReport { plugin, verb, ms, error, steps } = self;
+        let PluginRun { plugin, verb, ms, error, steps, .. } = self;
         let outcome = match error {
             None => "done".to_owned(),
             Some(PluginError { code: Some(code), .. }) => format!("failed with code {code}"),

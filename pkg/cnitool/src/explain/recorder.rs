@@ -12,6 +12,8 @@ use cni::machine::{Child, Exit, Machine, Output, RunError};
 use cni::{Code, Error};
 use serde::Serialize;
 
+use super::steps::{Step, steps_of};
+
 /// The plugins' log: a temporary file that only this user can read. Dropping the value removes the
 /// file.
 pub(super) struct Log {
@@ -65,8 +67,8 @@ impl Drop for Log {
     }
 }
 
-/// A run of a plugin.
-#[derive(Debug)]
+/// A run of a plugin, and its steps.
+#[derive(Debug, Default, Serialize)]
 pub(super) struct PluginRun {
     pub(super) plugin: String,
     pub(super) verb: String,
@@ -74,8 +76,7 @@ pub(super) struct PluginRun {
     pub(super) ms: f64,
     /// The plugin's error, or `None` if the plugin succeeded.
     pub(super) error: Option<PluginError>,
-    /// The lines that were added to the log during the run.
-    pub(super) log: String,
+    pub(super) steps: Vec<Step>,
 }
 
 /// The error of a plugin.
@@ -124,13 +125,15 @@ impl Machine for Recorder<'_> {
         // Rounded to microseconds, as in the log.
         let ms = (started.elapsed().as_secs_f64() * 1e6).round() / 1e3;
         let verb = child.env.iter().flatten().find(|(key, _)| key == "CNI_COMMAND");
-        self.runs.borrow_mut().push(PluginRun {
+        let mut run = PluginRun {
             plugin: child.program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             verb: verb.map(|(_, verb)| verb.to_string_lossy().into_owned()).unwrap_or_default(),
             ms,
             error: error_of(&output),
-            log: self.log.text_from(log_begin),
-        });
+            steps: Vec::new(),
+        };
+        run.steps = steps_of(&run, &self.log.text_from(log_begin));
+        self.runs.borrow_mut().push(run);
         output
     }
 }

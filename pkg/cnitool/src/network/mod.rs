@@ -15,8 +15,8 @@ use libcni::cache::Entry;
 use libcni::{Attachment, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
-use crate::call::{Context, Exit, Failure, Format, Streams, failed};
-use crate::report::{did_you_mean, write_json, write_raw};
+use crate::call::{Context, Exit, Failure, Streams, failed};
+use crate::report::{Report, did_you_mean, write_raw};
 use crate::target::{NetnsPresence, absolute, container_id};
 
 pub(crate) use options::{Command, Named, Verb};
@@ -104,14 +104,12 @@ impl VerbRun<'_> {
         // If the entry cannot be read, the CHECK below reports the error.
         let cached = entry.ok().flatten();
         self.fill_in(&mut attachment, cached.as_ref())?;
-        if let Err(error) = self.runtime.check(&list, &attachment) {
+        self.runtime.check(&list, &attachment).map_err(|error| {
             let lacks_check = error.code() == Code::INCOMPATIBLE_VERSION;
-            if is_entry_absent && !lacks_check && error.details().is_empty() {
-                let details = "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)";
-                return Err(error.with_details(details));
-            }
-            return Err(error);
-        }
+            let details = "the result cache has no ADD of this attachment: it is not attached, or its runtime uses another cache (--cache-dir)";
+            let is_unexplained = is_entry_absent && !lacks_check && error.details().is_empty();
+            if is_unexplained { error.with_details(details) } else { error }
+        })?;
         self.print_success(streams)
     }
 
@@ -136,13 +134,8 @@ impl VerbRun<'_> {
 
     /// Prints that a verb without a result has succeeded: nothing as text, or a JSON document.
     fn print_success(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
-        match self.context.format() {
-            Format::Text => Ok(()),
-            Format::Json => {
-                let json = json!({"verb": self.command.verb_name(), "network": self.command.network, "ok": true});
-                write_json(streams, &json)
-            }
-        }
+        let document = json!({"verb": self.command.verb_name(), "network": self.command.network, "ok": true});
+        Report::new(streams).write(streams, self.context.format(), &document)
     }
 
     /// Returns the network's configuration from the networks' folder.
@@ -154,10 +147,8 @@ impl VerbRun<'_> {
         self.context.conf_folder().find(name, &self.runtime.notes).map_err(|error| {
             let lists = self.context.networks().unwrap_or_default();
             let hint = did_you_mean(name, &lists.iter().map(NetworkList::name).collect::<Vec<_>>());
-            match error.details() {
-                "" => error.with_details(format!("'cnitool validate' lists the configured networks{hint}")),
-                _ => error,
-            }
+            let details = format!("'cnitool validate' lists the configured networks{hint}");
+            if error.details().is_empty() { error.with_details(details) } else { error }
         })
     }
 
@@ -182,16 +173,11 @@ impl VerbRun<'_> {
     /// Code 4 if the path of the namespace or CNI_IFNAME is not valid UTF-8.
     fn attachment(&self) -> Result<Attachment, Error> {
         // A del with `--container-id` needs no path: `fill_in` takes it from the cache entry.
-        let netns = match &self.command.netns {
-            None => String::new(),
-            Some(path) => {
-                let path = absolute(path.as_ref(), &self.context.call.folder).into_os_string();
-                path.into_string().map_err(|path| {
-                    let msg = format!("the path of the namespace is not valid UTF-8: {}", path.display());
-                    Error::new(Code::INVALID_ENVIRONMENT, msg)
-                })?
-            }
-        };
+        let path = self.command.netns.as_ref().map(|path| absolute(path.as_ref(), &self.context.call.folder));
+        let netns = path.unwrap_or_default().into_os_string().into_string().map_err(|path| {
+            let msg = format!("the path of the namespace is not valid UTF-8: {}", path.display());
+            Error::new(Code::INVALID_ENVIRONMENT, msg)
+        })?;
         let ifname = match &self.command.interface.ifname {
             Some(name) => name.clone(),
             None => self.context.call.find("CNI_IFNAME")?.unwrap_or_else(|| "eth0".to_owned()),

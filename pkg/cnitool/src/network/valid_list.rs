@@ -63,10 +63,9 @@ impl ValidList {
                 return Err(undecodable("it has no list \"items\", as 'crictl pods -o json' prints it".to_owned()));
             };
             for (index, pod) in pods.iter().enumerate() {
-                match pod.get("id").and_then(Json::as_str) {
-                    Some(id) if !id.is_empty() => list.containers.insert(id.to_owned()),
-                    _ => return Err(undecodable(format!("items[{index}] has no \"id\""))),
-                };
+                let id = pod.get("id").and_then(Json::as_str).filter(|id| !id.is_empty());
+                let missing = || undecodable(format!("items[{index}] has no \"id\""));
+                list.containers.insert(id.ok_or_else(missing)?.to_owned());
             }
             return Ok(list);
         }

@@ -98,14 +98,11 @@ impl VerbRun<'_> {
     fn ask_plugin(&self, kind: &str, wanted: &str) -> (Option<String>, Vec<String>, Option<Error>) {
         // If the plugin is missing, `supported_versions` returns the error.
         let path = find_plugin(kind, &self.runtime.plugin_folders).ok().map(|path| path.display().to_string());
-        match self.runtime.supported_versions(kind) {
-            Err(error) => (path, Vec::new(), Some(error)),
-            Ok(versions) => {
-                let fits = versions.is_empty() || versions.iter().any(|version| version == wanted);
-                let msg = || format!("plugin {kind} does not support config version {wanted:?}");
-                let error = (!fits).then(|| Error::new(Code::INCOMPATIBLE_VERSION, msg()));
-                (path, versions, error)
-            }
-        }
+        let (versions, error) = match self.runtime.supported_versions(kind) {
+            Err(error) => return (path, Vec::new(), Some(error)),
+            Ok(versions) if versions.is_empty() || versions.iter().any(|version| version == wanted) => (versions, None),
+            Ok(versions) => (versions, Some(format!("plugin {kind} does not support config version {wanted:?}"))),
+        };
+        (path, versions, error.map(|msg| Error::new(Code::INCOMPATIBLE_VERSION, msg)))
     }
 }

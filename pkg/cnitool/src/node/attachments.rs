@@ -34,14 +34,14 @@ impl Liveness {
     /// Returns whether a cached attachment is in use, as far as its namespace shows.
     pub(crate) fn of(entry: &Entry, machine: &dyn Machine) -> Liveness {
         let netns = &entry.attachment.netns;
-        match NetnsPresence::at(netns, machine) {
-            NetnsPresence::Exists => Liveness::InUse(format!("its namespace {netns} exists")),
-            NetnsPresence::Gone(why) => Liveness::ContainerGone(format!("its namespace {netns} is gone: {why}")),
-            NetnsPresence::OtherFile(why) => {
-                Liveness::InUse(format!("whether its namespace {netns} exists is unknown: {why}"))
+        Liveness::InUse(match NetnsPresence::at(netns, machine) {
+            NetnsPresence::Gone(why) => {
+                return Liveness::ContainerGone(format!("its namespace {netns} is gone: {why}"));
             }
-            NetnsPresence::Unknown(why) => Liveness::InUse(format!("whether its namespace exists is unknown: {why}")),
-        }
+            NetnsPresence::Exists => format!("its namespace {netns} exists"),
+            NetnsPresence::OtherFile(why) => format!("whether its namespace {netns} exists is unknown: {why}"),
+            NetnsPresence::Unknown(why) => format!("whether its namespace exists is unknown: {why}"),
+        })
     }
 
     /// Returns the word for tables and JSON.
@@ -114,21 +114,16 @@ impl Attachments {
         reservations: Vec<Reservation>,
         machine: &dyn Machine,
     ) -> Vec<CheckedReservation> {
-        let check = |reservation: Reservation| {
-            let liveness = self.judge(network, &reservation, machine);
-            CheckedReservation { reservation, liveness }
-        };
-        reservations.into_iter().map(check).collect()
+        let judge = |reservation| (self.judge(network, &reservation, machine), reservation);
+        let judged = reservations.into_iter().map(judge);
+        judged.map(|(liveness, reservation)| CheckedReservation { reservation, liveness }).collect()
     }
 
     /// Returns whether one reservation is in use.
     fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation, machine: &dyn Machine) -> Liveness {
+        let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
         let mut outcome = Liveness::Unknown("the result cache does not have its attachment".to_owned());
-        for entry in self.cached.iter().filter(|entry| entry.network == network) {
-            let attachment = &entry.attachment;
-            if attachment.container_id != *id || ifname.as_ref().is_some_and(|name| *name != attachment.ifname) {
-                continue;
-            }
+        for (entry, _) in self.cached.iter().zip(&self.ids).filter(|(_, attachment)| owner.matches(attachment)) {
             outcome = Liveness::of(entry, machine);
             if let Liveness::InUse(_) = outcome {
                 return outcome;
@@ -136,13 +131,9 @@ impl Attachments {
         }
         // The host's end of a link disappears with the container's end, so its existence shows that
         // the container exists.
-        let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
-        match self.aliased_links.iter().find(|(attachment, _)| owner.matches(attachment)) {
-            Some((_, link)) => {
-                Liveness::InUse(format!("link {} on the host has the alias of this attachment", link.name))
-            }
-            None => outcome,
-        }
+        let link = self.aliased_links.iter().find(|(attachment, _)| owner.matches(attachment));
+        let in_use = |link: &Link| format!("link {} on the host has the alias of this attachment", link.name);
+        link.map_or(outcome, |(_, link)| Liveness::InUse(in_use(link)))
     }
 
     /// Whether the result cache has the attachment.

@@ -47,6 +47,12 @@ pub(crate) struct NetworkPool {
 }
 
 impl NetworkPool {
+    /// Returns a pool that is not configured, and whose ranges are not known for this reason.
+    fn new(network: String, data_dir: PathBuf, why: String) -> NetworkPool {
+        let (lock_timeout, cooldown) = (cni_ipam::lock::DEFAULT_LIMIT, Duration::ZERO);
+        NetworkPool { network, data_dir, lock_timeout, cooldown, ranges: Err(why), is_configured: false }
+    }
+
     /// Opens the store.
     pub(crate) fn store(&self, notes: &Notes) -> Store {
         // These options keep reservations of an earlier boot: only the operator releases them here.
@@ -86,19 +92,10 @@ impl IpamContext<'_> {
         folders.sort();
         folders.dedup();
         for data_dir in folders {
-            for network in store::networks(&data_dir)? {
-                if pools.iter().any(|pool| pool.network == network && pool.data_dir == data_dir) {
-                    continue;
-                }
-                pools.push(NetworkPool {
-                    network,
-                    data_dir: data_dir.clone(),
-                    lock_timeout: cni_ipam::lock::DEFAULT_LIMIT,
-                    cooldown: Duration::ZERO,
-                    ranges: Err("no configured network of this name uses this folder".to_owned()),
-                    is_configured: false,
-                });
-            }
+            let mut networks = store::networks(&data_dir)?;
+            networks.retain(|name| !pools.iter().any(|pool| pool.network == *name && pool.data_dir == data_dir));
+            let why = "no configured network of this name uses this folder";
+            pools.extend(networks.into_iter().map(|name| NetworkPool::new(name, data_dir.clone(), why.to_owned())));
         }
         pools.sort_by(|a, b| (&a.network, &a.data_dir).cmp(&(&b.network, &b.data_dir)));
         Ok(pools)
@@ -119,14 +116,11 @@ impl IpamContext<'_> {
         let preferred = pools_of_network.min_by_key(|pool| !pool.is_configured);
         preferred.ok_or_else(|| {
             let error = Error::config(format!("network {network:?} has no reservations and does not use host-local"));
+            let hint = did_you_mean(network, &names.iter().map(String::as_str).collect::<Vec<_>>());
+            let absent = "no other network has reservations or uses host-local; check --conf-dir and --data-dir";
             error.with_details(match names.is_empty() {
-                true => {
-                    "no other network has reservations or uses host-local; check --conf-dir and --data-dir".to_owned()
-                }
-                false => {
-                    let hint = did_you_mean(network, &names.iter().map(String::as_str).collect::<Vec<_>>());
-                    format!("networks with reservations or host-local: {}{hint}", names.join(", "))
-                }
+                true => absent.to_owned(),
+                false => format!("networks with reservations or host-local: {}{hint}", names.join(", ")),
             })
         })
     }
@@ -144,22 +138,19 @@ impl IpamContext<'_> {
             if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
                 continue;
             }
-            let (configured_dir, lock_timeout, cooldown, ranges) = match Pool::read(&conf, &Notes::silent()) {
+            let network = list.name().to_owned();
+            let mut found = match Pool::read(&conf, &Notes::silent()) {
                 Ok(Pool { data_dir, lock_timeout, cooldown, ranges }) => {
-                    (data_dir, lock_timeout, cooldown, ranges.ok_or_else(|| "the runtime sets its ranges".to_owned()))
+                    let ranges = ranges.ok_or_else(|| "the runtime sets its ranges".to_owned());
+                    NetworkPool { network, data_dir, lock_timeout, cooldown, ranges, is_configured: true }
                 }
-                Err(error) => {
-                    (DEFAULT_DATA_DIR.into(), cni_ipam::lock::DEFAULT_LIMIT, Duration::ZERO, Err(error.to_string()))
-                }
+                Err(error) => NetworkPool {
+                    is_configured: true,
+                    ..NetworkPool::new(network, DEFAULT_DATA_DIR.into(), error.to_string())
+                },
             };
-            return Some(NetworkPool {
-                network: list.name().to_owned(),
-                data_dir: self.data_dir.map_or(configured_dir, Path::to_owned),
-                lock_timeout,
-                cooldown,
-                ranges,
-                is_configured: true,
-            });
+            found.data_dir = self.data_dir.map_or(found.data_dir, Path::to_owned);
+            return Some(found);
         }
         None
     }

@@ -13,7 +13,7 @@ use libcni::NetworkList;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
-use super::rules::request;
+use super::document::ListedPlugin;
 use super::{Problem, document, locate};
 use crate::plugins;
 
@@ -38,29 +38,12 @@ struct Earlier {
     pools: Vec<(String, Pool)>,
 }
 
-/// A plugin of the list.
-struct ListedPlugin<'a> {
-    /// The path of its object, such as `plugins[0]`; empty in a file without a list.
-    path: &'a str,
-    /// Its `type`.
-    kind: &'a str,
-    /// The type of its IPAM plugin; empty without one.
-    ipam: &'a str,
-    /// Its object in the list.
-    object: &'a Value,
-    /// The configuration that it would get on stdin.
-    request: Value,
-}
-
 /// Returns the problems that result from the combination of the document's plugins.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let (mut problems, mut earlier) = (Vec::new(), Earlier::default());
     let version = version(document);
-    for (index, (path, object)) in document::plugins(document).into_iter().enumerate() {
-        let Some(request) = request(document, object) else { continue };
-        let kind = object["type"].as_str().unwrap_or_default();
-        let ipam = plugins::ipam_type(object);
-        let listed = ListedPlugin { path: &path, kind, ipam, object, request };
+    for (index, listed) in document::plugins(document).into_iter().enumerate() {
+        let kind = listed.kind;
         problems.extend(listed.check_position(index, &earlier));
         problems.extend(listed.check_ipam_type());
         problems.extend(listed.check_shared_ranges(&earlier));
@@ -92,16 +75,6 @@ impl ListedPlugin<'_> {
     /// Returns the plugin's role, or `None` for a plugin of another project.
     fn role(&self) -> Option<Role> {
         plugins::role(self.kind)
-    }
-
-    /// Returns an error about one of the plugin's keys.
-    fn error(&self, key: &str, what: impl Into<String>) -> Problem {
-        Problem::error(document::path_of(self.path, key), what)
-    }
-
-    /// Returns a warning about one of the plugin's keys.
-    fn warning(&self, key: &str, what: impl Into<String>) -> Problem {
-        Problem::warning(document::path_of(self.path, key), what)
     }
 
     /// Reports a chained plugin at the beginning of the list, unless its configuration contains a
@@ -275,7 +248,7 @@ impl ListedPlugin<'_> {
         let is_on_network_of_master = ["macvlan", "ipvlan", "vlan"].contains(&self.kind);
         let accept_ra = self.object["acceptRa"].as_str().unwrap_or_default();
         let is_decided = !["", "null"].contains(&accept_ra) || !self.object["enableSlaac"].is_null();
-        let has_slaac = document::plugins(document).iter().any(|(_, plugin)| plugin["type"] == json!("slaac"));
+        let has_slaac = document::plugins(document).iter().any(|plugin| plugin.kind == "slaac");
         if !is_on_network_of_master || is_decided || has_slaac || !self.has_only_ipv4() {
             return None;
         }
@@ -326,10 +299,10 @@ impl ListedPlugin<'_> {
     /// it may create the interface and add addresses.
     fn add_effects_to(self, earlier: &mut Earlier) {
         if let Some(pool) = self.pool() {
-            earlier.pools.push((self.path.to_owned(), pool));
+            earlier.pools.push((self.path.clone(), pool));
         }
         if self.kind == "bridge" && earlier.bridge.is_none() {
-            earlier.bridge = Some((self.path.to_owned(), self.bridge()));
+            earlier.bridge = Some((self.path.clone(), self.bridge()));
         }
         earlier.may_create_interface |= !matches!(self.role(), Some(Role::Namespace | Role::Ipam));
         earlier.may_add_addresses |= self.role() != Some(Role::Namespace);

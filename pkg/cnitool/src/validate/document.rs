@@ -3,11 +3,13 @@
 
 use std::path::Path;
 
+use cni::ident;
 use cni::json::Json;
 use libcni::{ConfFile, NetworkList};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{LIST_KEYS, Problem, STANDARD_KEYS};
+use crate::plugins;
 
 /// How the keys of an object are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -68,21 +70,75 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
     Ok(())
 }
 
-/// Returns the plugins of a document, each with the path of its object, such as `plugins[0]`. A
-/// document without a list is itself the only plugin, and its path is empty.
-pub(super) fn plugins(document: &Value) -> Vec<(String, &Value)> {
-    match document["plugins"].as_array() {
-        Some(plugins) => {
-            plugins.iter().enumerate().map(|(index, plugin)| (format!("plugins[{index}]"), plugin)).collect()
-        }
-        None => vec![(String::new(), document)],
+/// A plugin of a document.
+pub(super) struct ListedPlugin<'a> {
+    /// The path of its object, such as `plugins[0]`; empty in a file without a list.
+    pub(super) path: String,
+    /// Its `type`.
+    pub(super) kind: &'a str,
+    /// The type of its IPAM plugin; empty without one.
+    pub(super) ipam: &'a str,
+    /// Its object in the document.
+    pub(super) object: &'a Value,
+    /// The configuration that it would get on stdin.
+    pub(super) request: Value,
+}
+
+impl ListedPlugin<'_> {
+    /// Returns the path of one of the plugin's keys.
+    pub(super) fn path_of(&self, key: &str) -> String {
+        let separator = if self.path.is_empty() || key.is_empty() { "" } else { "." };
+        format!("{}{separator}{key}", self.path)
+    }
+
+    /// Returns an error about one of the plugin's keys.
+    pub(super) fn error(&self, key: &str, what: impl Into<String>) -> Problem {
+        Problem::error(self.path_of(key), what)
+    }
+
+    /// Returns a warning about one of the plugin's keys.
+    pub(super) fn warning(&self, key: &str, what: impl Into<String>) -> Problem {
+        Problem::warning(self.path_of(key), what)
     }
 }
 
-/// Returns the path of `key` in the object at `path`. Each of them may be empty.
-pub(super) fn path_of(path: &str, key: &str) -> String {
-    let separator = if path.is_empty() || key.is_empty() { "" } else { "." };
-    format!("{path}{separator}{key}")
+/// Returns the plugins of a document that are objects. A document without a list is itself the only
+/// plugin.
+pub(super) fn plugins<'a>(document: &'a Value) -> Vec<ListedPlugin<'a>> {
+    let listed = |(path, object): (String, &'a Value)| {
+        let (kind, ipam) = (object["type"].as_str().unwrap_or_default(), plugins::ipam_type(object));
+        Some(ListedPlugin { path, kind, ipam, object, request: request(document, object)? })
+    };
+    match document["plugins"].as_array() {
+        Some(objects) => {
+            let paths = (0..).map(|index| format!("plugins[{index}]"));
+            paths.zip(objects).filter_map(listed).collect()
+        }
+        None => listed((String::new(), document)).into_iter().collect(),
+    }
+}
+
+/// Returns the configuration that the plugin would get on stdin, without the keys that the runtime
+/// adds. Replaces a missing or invalid name or version by a valid value, so that it does not hide
+/// errors in other keys. Returns `None` if `plugin` is not an object.
+fn request(list: &Value, plugin: &Value) -> Option<Value> {
+    let mut request = plugin.as_object()?.clone();
+    request.remove("capabilities");
+    for key in ["name", "cniVersion"] {
+        match list.get(key) {
+            Some(value) => request.insert(key.to_owned(), value.clone()),
+            None => request.remove(key),
+        };
+    }
+    let name = request.get("name").and_then(Value::as_str);
+    if name.is_none_or(|name| ident::check_network_name(name).is_err()) {
+        request.insert("name".to_owned(), json!("unnamed"));
+    }
+    let version = request.get("cniVersion").and_then(Value::as_str);
+    if version.is_none_or(|version| cni::version::Version::find(version).is_none()) {
+        request.insert("cniVersion".to_owned(), json!("1.0.0"));
+    }
+    Some(Value::Object(request))
 }
 
 /// Converts a document and collects its problems.
@@ -158,7 +214,7 @@ impl Reader<'_> {
                 ObjectKind::Structure => other.eq_ignore_ascii_case(key),
                 ObjectKind::Map | ObjectKind::Sysctls => other == key,
             };
-            let key_path = path_of(path, key);
+            let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
             let earlier_key = object.keys().find(|other| is_same_key(other)).cloned();
             if let Some(earlier_key) = earlier_key {
                 self.problems.push(match kind {
@@ -183,7 +239,6 @@ impl Reader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     fn read(text: &str) -> (Value, Vec<String>) {
         let mut problems = Vec::new();

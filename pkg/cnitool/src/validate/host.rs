@@ -38,13 +38,15 @@ pub(super) fn check(document: &Value, problems_everywhere: &[Problem], context: 
 /// which [`rules`](super::rules) reports.
 fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
     let mut problems = Vec::new();
-    for (path, plugin) in document::plugins(document) {
-        for (key, kind) in [("type", &plugin["type"]), ("ipam.type", &plugin["ipam"]["type"])] {
-            if let Some(kind) = kind.as_str().filter(|kind| !kind.is_empty())
+    for listed in document::plugins(document) {
+        for (key, kind) in
+            [("type", listed.kind), ("ipam.type", listed.object["ipam"]["type"].as_str().unwrap_or_default())]
+        {
+            if !kind.is_empty()
                 && check_plugin_name(kind).is_ok()
                 && let Err(error) = find_plugin(kind, &runtime.plugin_folders)
             {
-                problems.push(Problem::error(document::path_of(&path, key), error.to_string()));
+                problems.push(listed.error(key, error.to_string()));
             }
         }
     }

@@ -9,6 +9,7 @@ use cni::skel::{Plugin, Role};
 use libcni::NetworkList;
 use serde_json::{Value, json};
 
+use super::document::ListedPlugin;
 use super::{Problem, document, locate};
 use crate::plugins;
 use crate::report::did_you_mean;
@@ -43,15 +44,14 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path, what)));
     problems.extend(check_name(document));
     if !is_list {
-        problems.extend(check_plugin(document, document, ""));
+        problems.extend(document::plugins(document).iter().flat_map(check_plugin));
         return problems;
     }
     for key in members.keys().filter(|key| !LIST_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key))) {
         problems.push(Problem::warning(key, unknown_text(key, &LIST_KEYS)));
     }
     if document["plugins"].is_array() {
-        problems
-            .extend(document::plugins(document).iter().flat_map(|(path, plugin)| check_plugin(document, plugin, path)));
+        problems.extend(document::plugins(document).iter().flat_map(check_plugin));
     }
     problems
 }
@@ -70,28 +70,20 @@ fn check_name(document: &Value) -> Option<Problem> {
     (length > MAX_NAME).then(|| Problem::error("name", what))
 }
 
-/// Returns the problems of one plugin. `object` is its configuration in the document, at `path`,
-/// which is empty in a file without a list.
-fn check_plugin(list: &Value, object: &Value, path: &str) -> Vec<Problem> {
-    let path_of = |key: &str| document::path_of(path, key);
-    let kind = object["type"].as_str().unwrap_or_default();
-    let ipam = plugins::ipam_type(object);
-    let mut problems = Vec::new();
-    let Some(request) = request(list, object) else { return problems };
-    for (key, kind) in [("type", kind), ("ipam.type", ipam)] {
-        if !kind.is_empty()
-            && let Err(error) = check_plugin_name(kind)
-        {
-            problems.push(Problem::error(path_of(key), error.msg()));
-        }
-    }
+/// Returns the problems of one plugin.
+fn check_plugin(listed: &ListedPlugin<'_>) -> Vec<Problem> {
+    let ListedPlugin { kind, ipam, object, request, .. } = listed;
+    let path_of = |key: &str| listed.path_of(key);
+    let names = [("type", kind), ("ipam.type", ipam)].into_iter().filter(|(_, name)| !name.is_empty());
+    let refused = names.filter_map(|(key, name)| Some(listed.error(key, check_plugin_name(name).err()?.msg())));
+    let mut problems: Vec<Problem> = refused.collect();
     let capabilities = &object["capabilities"];
     // The interface plugin and its IPAM plugin get the same configuration.
-    problems.extend(check_keys([kind, ipam], &request, capabilities, &path_of));
-    if kind == "flannel" {
-        problems.extend(check_delegate(&request, capabilities, &path_of));
+    problems.extend(check_keys([kind, ipam], request, capabilities, &path_of));
+    if *kind == "flannel" {
+        problems.extend(check_delegate(request, capabilities, &path_of));
     }
-    problems.extend(unused_capabilities(object, kind, ipam, &path_of));
+    problems.extend(unused_capabilities(listed));
     problems
 }
 
@@ -162,35 +154,13 @@ fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
     problems
 }
 
-/// Returns the configuration that the plugin would get on stdin, without the keys that the runtime
-/// adds. Replaces a missing or invalid name or version by a valid value, so that it does not hide
-/// errors in other keys. Returns `None` if `plugin` is not an object.
-pub(super) fn request(list: &Value, plugin: &Value) -> Option<Value> {
-    let mut request = plugin.as_object()?.clone();
-    request.remove("capabilities");
-    for key in ["name", "cniVersion"] {
-        match list.get(key) {
-            Some(value) => request.insert(key.to_owned(), value.clone()),
-            None => request.remove(key),
-        };
-    }
-    let name = request.get("name").and_then(Value::as_str);
-    if name.is_none_or(|name| ident::check_network_name(name).is_err()) {
-        request.insert("name".to_owned(), json!("unnamed"));
-    }
-    let version = request.get("cniVersion").and_then(Value::as_str);
-    if version.is_none_or(|version| cni::version::Version::find(version).is_none()) {
-        request.insert("cniVersion".to_owned(), json!("1.0.0"));
-    }
-    Some(Value::Object(request))
-}
-
 /// Returns a warning for each declared capability that neither the plugin `kind` nor its IPAM
 /// plugin `ipam` reads. Returns none if one of the two is a plugin of another project.
-fn unused_capabilities(object: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+fn unused_capabilities(listed: &ListedPlugin<'_>) -> Vec<Problem> {
+    let ListedPlugin { kind, ipam, object, .. } = listed;
     let Some(declared) = object["capabilities"].as_object() else { return Vec::new() };
     let mut readers: Vec<&dyn Plugin> = Vec::new();
-    for kind in [kind, ipam].into_iter().filter(|kind| !kind.is_empty()) {
+    for kind in [*kind, *ipam].into_iter().filter(|kind| !kind.is_empty()) {
         let Some(plugin) = plugins::find(kind) else { return Vec::new() };
         readers.push(plugin);
     }
@@ -208,7 +178,7 @@ fn unused_capabilities(object: &Value, kind: &str, ipam: &str, path_of: &dyn Fn(
         if !is_read {
             let known_names: Vec<&str> = unknown.iter().flat_map(|key| key.known).copied().collect();
             let what = format!("{kind} does not use this capability{}", did_you_mean(name, &known_names));
-            problems.push(Problem::warning(path_of(&format!("capabilities.{name}")), what));
+            problems.push(listed.warning(&format!("capabilities.{name}"), what));
         }
     }
     problems
