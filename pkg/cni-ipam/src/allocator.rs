@@ -5,7 +5,7 @@
 //! a released address stays unused as long as possible. A runtime may request one address for each
 //! set, in several places ([`Requested`]).
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 
 use cni::config::parse_requested_address;
@@ -14,11 +14,18 @@ use cni::{Code, Error, Result};
 
 use crate::ranges::{Range, RangeSet, RangeSets, address, number};
 
+/// All addresses of both families, as blocks: pairs of the first and the last address.
+pub(crate) const ALL: [(IpAddr, IpAddr); 2] = [
+    (IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::BROADCAST)),
+    (IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::from_bits(u128::MAX))),
+];
+
 /// Returns the next free address of a set after `last`, the address that was allocated last. Begins
-/// with the first range if `last` is `None` or in none of the ranges. Returns `None` if all
-/// addresses are occupied.
+/// with the first range if `last` is `None` or in none of the ranges. Only addresses in one of
+/// `blocks`, which are sorted, are returned. Returns `None` if all these are occupied.
 pub(crate) fn next_in_round_robin<E>(
     set: &RangeSet,
+    blocks: &[(IpAddr, IpAddr)],
     last: Option<IpAddr>,
     mut is_occupied: impl FnMut(IpAddr) -> Result<bool, E>,
 ) -> Result<Option<IpAddr>, E> {
@@ -40,7 +47,13 @@ pub(crate) fn next_in_round_robin<E>(
         }
         None => parts.extend(ranges.iter().map(whole)),
     }
-    for number in parts.into_iter().flatten() {
+    let in_family = |(first, _): &&(IpAddr, IpAddr)| first.is_ipv4() == like.is_ipv4();
+    let common = |part: &RangeInclusive<u128>, (first, last): &(IpAddr, IpAddr)| {
+        number(*first).max(*part.start())..=number(*last).min(*part.end())
+    };
+    let numbers =
+        parts.iter().flat_map(|part| blocks.iter().filter(in_family).flat_map(move |block| common(part, block)));
+    for number in numbers {
         let candidate = address(like, number);
         if !is_occupied(candidate)? && !set.is_gateway(candidate) {
             return Ok(Some(candidate));
@@ -147,7 +160,7 @@ mod tests {
     }
 
     fn next(set: &RangeSet, last: Option<IpAddr>, taken: &BTreeSet<IpAddr>) -> Option<IpAddr> {
-        let Ok(next) = next_in_round_robin(set, last, |address| Ok::<_, Infallible>(taken.contains(&address)));
+        let Ok(next) = next_in_round_robin(set, &ALL, last, |address| Ok::<_, Infallible>(taken.contains(&address)));
         next
     }
 
@@ -206,6 +219,32 @@ mod tests {
         assert_eq!(after(&v6, None, &["ffff:ffff:ffff:ffff:ffff:ffff:ffff:fffe"]).as_deref(), Some(last));
         let gateway = set(&[("255.255.255.0/24", "255.255.255.254", "255.255.255.255", "255.255.255.255")]);
         assert_eq!(after(&gateway, Some("255.255.255.254"), &["255.255.255.254"]), None);
+    }
+
+    #[test]
+    fn only_addresses_in_a_block_are_allocated() {
+        let pool = set(&[("10.0.0.0/24", "10.0.0.6", "", ""), ("10.1.0.0/16", "", "", "")]);
+        let blocks = ["10.0.0.0-10.0.0.7", "10.1.200.0-10.1.200.1", "fd00::-fd00::f"]
+            .map(|text| text.split_once('-').map(|(first, last)| (ip(first), ip(last))).unwrap());
+        let mut allocated = Vec::new();
+        let mut last = Some(ip("10.0.0.7"));
+        while let Ok(Some(next)) =
+            next_in_round_robin(&pool, &blocks, last, |address| Ok::<_, Infallible>(allocated.contains(&address)))
+        {
+            allocated.push(next);
+            last = Some(next);
+        }
+        assert_eq!(allocated, ["10.1.200.0", "10.1.200.1", "10.0.0.6", "10.0.0.7"].map(ip));
+        let nothing = next_in_round_robin(&pool, &[], last, |_| Ok::<_, Infallible>(false));
+        assert_eq!(nothing, Ok(None));
+    }
+
+    #[test]
+    fn one_block_of_a_large_network_is_found_at_once() {
+        let pool = set(&[("fd00::/64", "", "", "")]);
+        let block = [(ip("fd00::ffff:0:0"), ip("fd00::ffff:0:1"))];
+        let next = next_in_round_robin(&pool, &block, Some(ip("fd00::1")), |_| Ok::<_, Infallible>(false));
+        assert_eq!(next, Ok(Some(ip("fd00::ffff:0:0"))));
     }
 
     proptest! {

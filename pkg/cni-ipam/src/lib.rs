@@ -30,5 +30,5 @@ pub use gateways::configured_gateways;
 pub use host::Host;
 pub use ranges::{Range, RangeConf, RangeSet, RangeSets};
 pub use store::{
-    Lease, Listed, Locked, NewReservation, Options, Owner, RebootPolicy, RepeatPolicy, Reservation, Store,
+    Lease, Listed, Locked, NewReservation, Options, Owner, RebootPolicy, RepeatPolicy, Reservation, Shortage, Store,
 };

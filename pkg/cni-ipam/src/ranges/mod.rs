@@ -51,7 +51,7 @@ pub struct RangeSet(Vec<Range>);
 pub struct RangeSets(Vec<RangeSet>);
 
 /// Returns an address as a number, of 32 bits for IPv4 and 128 bits for IPv6.
-pub(crate) fn number(address: IpAddr) -> u128 {
+pub fn number(address: IpAddr) -> u128 {
     match address {
         IpAddr::V4(v4) => u128::from(v4.to_bits()),
         IpAddr::V6(v6) => v6.to_bits(),
@@ -60,7 +60,7 @@ pub(crate) fn number(address: IpAddr) -> u128 {
 
 /// Returns the address with this number in the family of `like`. The number is truncated to 32 bits
 /// for IPv4.
-pub(crate) fn address(like: IpAddr, number: u128) -> IpAddr {
+pub fn address(like: IpAddr, number: u128) -> IpAddr {
     match like {
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::from_bits(number as u32)),
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::from_bits(number)),

@@ -140,6 +140,20 @@ impl Locked {
         self.attempt(|locked| locked.find_by_owner(owner))?.require_complete()
     }
 
+    /// Returns the occupied addresses according to the index, sorted. With
+    /// [`RebootPolicy::Reclaim`](super::RebootPolicy::Reclaim), first releases reservations of an
+    /// earlier boot.
+    ///
+    /// # Errors
+    /// - Code 5 if the folder cannot be read.
+    /// - Code 11 if the folder keeps changing.
+    pub fn occupied(&mut self) -> Result<Vec<IpAddr>> {
+        self.reclaim()?;
+        let mut occupied = self.attempt(|locked| Ok(locked.index()?.occupied().map_err(TableError::Io)?))?;
+        occupied.sort_unstable();
+        Ok(occupied)
+    }
+
     /// Returns all reservations. Reads every file whose name is an address. The result also lists
     /// the files that cannot be read.
     ///

@@ -45,7 +45,7 @@ use folder::Folder;
 pub use lookup::Listed;
 pub use reboot::RebootPolicy;
 pub use release::Collected;
-pub use reserve::{Lease, NewReservation, RepeatPolicy};
+pub use reserve::{Lease, NewReservation, RepeatPolicy, Shortage};
 pub use status::Usage;
 
 /// The default folder that contains the folder of each network.
@@ -279,6 +279,11 @@ impl Store {
     /// Returns the folder of reservations.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns the folder of these plugins' own files: `<dataDir>/.cni/<network>`.
+    pub fn sidecar(&self) -> &Path {
+        &self.sidecar
     }
 
     /// Returns the network's name, which is the folder's name.

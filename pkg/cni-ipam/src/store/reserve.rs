@@ -50,6 +50,27 @@ impl Lease {
     }
 }
 
+/// The range set for which [`Locked::reserve_in`] has found no address in the blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shortage {
+    /// The position of the set.
+    pub set: usize,
+    /// The requested address, which is in none of the blocks, or `None` if every address of the set
+    /// in the blocks is occupied.
+    pub requested: Option<IpAddr>,
+}
+
+/// What an ADD may get.
+struct Request<'a> {
+    owner: &'a Owner,
+    sets: &'a RangeSets,
+    /// Only addresses in these blocks are chosen.
+    blocks: &'a [(IpAddr, IpAddr)],
+    /// The requested address of each set.
+    requested: Vec<Option<IpAddr>>,
+    cooling: Cooling,
+}
+
 /// The address chosen from one set.
 struct Choice {
     address: IpAddr,
@@ -72,12 +93,34 @@ impl Locked {
     /// - Code 5 if the folder cannot be read, or a file cannot be created.
     /// - Code 11 if the folder keeps changing.
     pub fn reserve(&mut self, owner: &Owner, sets: &RangeSets, requested: &Requested) -> Result<Lease> {
+        self.reserve_in(owner, sets, requested, &allocator::ALL)?
+            .or_else(|Shortage { set, .. }| Err(in_set(set, self.exhausted_error(&sets.sets()[set])?)))
+    }
+
+    /// Reserves like [`reserve`](Locked::reserve), but only addresses that are in one of `blocks`.
+    /// Each is a first and a last address; they are sorted and do not overlap. An address that the owner has already may be in none.
+    /// Returns the first set without an address in the blocks; then nothing is reserved.
+    ///
+    /// # Errors
+    /// As [`reserve`](Locked::reserve), except those of a [`Shortage`].
+    pub fn reserve_in(
+        &mut self,
+        owner: &Owner,
+        sets: &RangeSets,
+        requested: &Requested,
+        blocks: &[(IpAddr, IpAddr)],
+    ) -> Result<Result<Lease, Shortage>> {
         let requested = requested.assign(sets, &self.store.options.notes)?;
         self.reclaim()?;
         let cooling = self.cooling();
         self.repair_future_releases(&cooling);
+
+        let request = Request { owner, sets, blocks, requested, cooling };
         self.attempt(|locked| {
-            let choices = locked.choose_all(owner, sets, &requested, &cooling)?;
+            let choices = match locked.choose_all(&request)? {
+                Ok(choices) => choices,
+                Err(shortage) => return Ok(Err(shortage)),
+            };
             let mut addresses = Vec::with_capacity(choices.len());
             // The addresses that the owner does not have yet, each with the position of its set.
             let mut new: Vec<(usize, IpAddr)> = Vec::with_capacity(choices.len());
@@ -96,52 +139,43 @@ impl Locked {
                 inode: record.inode,
                 content: owner.content(),
             };
-            Ok(Lease { addresses, new_reservations: records.into_iter().map(new_reservation).collect() })
+            Ok(Ok(Lease { addresses, new_reservations: records.into_iter().map(new_reservation).collect() }))
         })
     }
 
-    /// Chooses an address from each set. `requested` has an item for each set. The errors are those
+    /// Chooses an address from each set, or returns the first set without one. The errors are those
     /// of [`choose`](Locked::choose); a final error names the set.
-    fn choose_all(
-        &mut self,
-        owner: &Owner,
-        sets: &RangeSets,
-        requested: &[Option<IpAddr>],
-        cooling: &Cooling,
-    ) -> Result<Vec<Choice>, Trouble> {
-        let mut choices = Vec::with_capacity(requested.len());
-        for (position, (set, requested)) in sets.sets().iter().zip(requested).enumerate() {
-            match self.choose(owner, (position, set), *requested, cooling) {
-                Ok(choice) => choices.push(choice),
-                Err(Trouble::Final(error)) => return Err(Trouble::Final(in_set(position, error))),
+    fn choose_all(&mut self, request: &Request<'_>) -> Result<Result<Vec<Choice>, Shortage>, Trouble> {
+        let mut choices = Vec::with_capacity(request.requested.len());
+        for (set, requested) in request.requested.iter().enumerate() {
+            match self.choose(request, set) {
+                Ok(Some(choice)) => choices.push(choice),
+                Ok(None) => return Ok(Err(Shortage { set, requested: *requested })),
+                Err(Trouble::Final(error)) => return Err(Trouble::Final(in_set(set, error))),
                 Err(other) => return Err(other),
             }
         }
-        Ok(choices)
+        Ok(Ok(choices))
     }
 
-    /// Chooses the address that `owner` gets from `set`, which has this position in the
-    /// configuration. An address that cools down is given only if it is requested, or if no other
-    /// is free.
+    /// Chooses the address that the owner gets from the set at this position. Returns `None` if the
+    /// set has none in the blocks. An address that cools down is given only if it is requested, or
+    /// if no other is free.
     ///
     /// # Errors
     /// - [`Trouble::Final`] with an error of [`reserve`](Locked::reserve) if the set has no address
     ///   for the owner.
     /// - [`Trouble::Stale`] if the index must be rebuilt first.
     /// - [`Trouble::Index`] if the index cannot be read.
-    fn choose(
-        &mut self,
-        owner: &Owner,
-        (position, set): (usize, &RangeSet),
-        requested: Option<IpAddr>,
-        cooling: &Cooling,
-    ) -> Result<Choice, Trouble> {
+    fn choose(&mut self, request: &Request<'_>, position: usize) -> Result<Option<Choice>, Trouble> {
+        let Request { owner, blocks, cooling, .. } = request;
+        let (set, requested) = (&request.sets.sets()[position], request.requested[position]);
         let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.require_complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
             let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
             let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
             if let Some(address) = reusable {
-                return Ok(Choice { address: *address, is_reused: true });
+                return Ok(Some(Choice { address: *address, is_reused: true }));
             }
         }
         if let Some(address) = requested {
@@ -154,35 +188,39 @@ impl Locked {
             return Err(self.repeated_add_error(owner, *address, &reserved).into());
         }
         if let Some(address) = requested {
+            if !is_in(blocks, address) {
+                return Ok(None);
+            }
             self.note_cooling(cooling, address, "it was requested");
-            return Ok(Choice { address, is_reused: false });
+            return Ok(Some(Choice { address, is_reused: false }));
         }
         let last = self.folder.last_reserved(position);
         let mut occupied = OccupiedAddresses::new(self.index()?);
-        match allocator::next_in_round_robin(set, last, |address| {
+        match allocator::next_in_round_robin(set, blocks, last, |address| {
             Ok::<_, TableError>(cooling.contains(address) || occupied.contains(address)?)
         })? {
-            Some(address) => Ok(Choice { address, is_reused: false }),
+            Some(address) => Ok(Some(Choice { address, is_reused: false })),
             // A program that ignores the lock may have removed a reservation, and the index may
             // have missed that. A rebuild misses nothing.
             None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            None => self.choose_cooling(set, cooling),
+            None => self.choose_cooling(request, set),
         }
     }
 
     /// Chooses the free address of a set that was released first, because all other addresses are
-    /// occupied.
+    /// occupied. Returns `None` if the set has none in the blocks.
     ///
     /// # Errors
     /// As [`choose`](Locked::choose).
-    fn choose_cooling(&mut self, set: &RangeSet, cooling: &Cooling) -> Result<Choice, Trouble> {
-        for address in cooling.in_set(set) {
+    fn choose_cooling(&mut self, request: &Request<'_>, set: &RangeSet) -> Result<Option<Choice>, Trouble> {
+        for address in request.cooling.in_set(set).into_iter().filter(|address| is_in(request.blocks, *address)) {
             if !self.index()?.record(address)?.is_some_and(|record| record.is_occupied()) {
-                self.note_cooling(cooling, address, &format!("no other address of range set {set} is free"));
-                return Ok(Choice { address, is_reused: false });
+                let why = format!("no other address of range set {set} is free");
+                self.note_cooling(&request.cooling, address, &why);
+                return Ok(Some(Choice { address, is_reused: false }));
             }
         }
-        Err(self.exhausted_error(set)?.into())
+        Ok(None)
     }
 
     /// Checks that a requested address, which is in the set, can be allocated and is free.
@@ -220,13 +258,13 @@ impl Locked {
 
     /// Returns the error, code 11, for a set without a free address. The details name the holders
     /// of the oldest reservations.
-    fn exhausted_error(&mut self, set: &RangeSet) -> Result<Error, Trouble> {
+    fn exhausted_error(&mut self, set: &RangeSet) -> Result<Error> {
         let total = set.capacity();
         let mut error = Error::new(
             Code::TRY_AGAIN,
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
-        let oldest = self.index()?.oldest(set).map_err(TableError::Io)?;
+        let oldest = self.attempt(|locked| Ok(locked.index()?.oldest(set).map_err(TableError::Io)?))?;
         let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
         if !oldest.is_empty() {
             error = error.with_details(format!(
@@ -362,6 +400,11 @@ impl Locked {
         errors.extend(error);
         Error::join(errors)
     }
+}
+
+/// Whether the address is in one of the blocks.
+fn is_in(blocks: &[(IpAddr, IpAddr)], address: IpAddr) -> bool {
+    blocks.iter().any(|(first, last)| (*first..=*last).contains(&address))
 }
 
 /// Adds the position of the range set to an error, in Go's words.

@@ -249,3 +249,55 @@ fn undo_of_a_reuse_releases_only_added_addresses() {
     net.lock().undo(&lease.new_reservations()).unwrap();
     assert_eq!(net.names(), ["10.1.0.2", "last_reserved_ip.0", "lock"]);
 }
+
+/// Reserves for `id` in the blocks, each written as `first-last`.
+fn add_in(net: &Net, id: &str, sets: &RangeSets, blocks: &[&str]) -> Result<String, Shortage> {
+    let block = |text: &&str| {
+        let (first, last) = text.split_once('-').unwrap();
+        (first.parse().unwrap(), last.parse().unwrap())
+    };
+    let blocks: Vec<_> = blocks.iter().map(block).collect();
+    let lease = net.lock().reserve_in(&owner(id), sets, &Requested::none(), &blocks).unwrap();
+    lease.map(|lease| lease.addresses.iter().map(|(_, address)| format!("{address} ")).collect())
+}
+
+#[test]
+fn a_set_without_an_address_in_the_blocks_is_named() {
+    let net = Net::new();
+    let pools = sets(&["10.0.0.0/24", "fd00::/64"]);
+    let (v4, v6) = ("10.0.0.8-10.0.0.9", "fd00::8-fd00::8");
+    let shortage = |set| Err(Shortage { set, requested: None });
+    assert_eq!(add_in(&net, "a", &pools, &[]), shortage(0));
+    assert_eq!(add_in(&net, "a", &pools, &[v4]), shortage(1));
+    assert_eq!(net.names(), ["lock"], "nothing is reserved");
+    assert_eq!(add_in(&net, "a", &pools, &[v4, v6]), Ok("10.0.0.8 fd00::8 ".to_owned()));
+    assert_eq!(add_in(&net, "b", &pools, &[v4, v6]), shortage(1));
+    assert_eq!(add_in(&net, "b", &sets(&["10.0.0.0/24"]), &[v4]), Ok("10.0.0.9 ".to_owned()));
+    assert_eq!(add_in(&net, "c", &sets(&["10.0.0.0/24"]), &[v4]), shortage(0));
+    assert_eq!(
+        net.lock().occupied().unwrap(),
+        ["10.0.0.8", "10.0.0.9", "fd00::8"].map(|ip| ip.parse::<IpAddr>().unwrap())
+    );
+}
+
+#[test]
+fn a_requested_address_must_be_in_a_block() {
+    let net = Net::new();
+    let pools = sets(&["10.0.0.0/24"]);
+    let block = [("10.0.0.8".parse().unwrap(), "10.0.0.9".parse().unwrap())];
+    let add = |address: &str| net.lock().reserve_in(&owner(address), &pools, &asking(address), &block);
+    let requested = Some("10.0.0.10".parse().unwrap());
+    assert_eq!(add("10.0.0.10").unwrap().unwrap_err(), Shortage { set: 0, requested });
+    assert_eq!(add("10.0.0.9").unwrap().unwrap().addresses[0].1.to_string(), "10.0.0.9");
+    assert_eq!(add("10.0.0.1").unwrap_err().code(), Code::INVALID_CONFIG, "the gateway comes first");
+}
+
+#[test]
+fn a_reused_address_need_not_be_in_a_block() {
+    let net = Net::new();
+    let pools = sets(&["10.0.0.0/24"]);
+    net.add("a", &pools).unwrap();
+    let lease = reusing(&net).reserve_in(&owner("a"), &pools, &Requested::none(), &[]).unwrap().unwrap();
+    assert_eq!(lease.addresses[0].1.to_string(), "10.0.0.2");
+    assert!(lease.new_reservations().is_empty());
+}
