@@ -20,11 +20,12 @@ use std::time::Duration;
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
+use cni::machine::Machine;
 use cni::result::{AddResult, IpConfig};
 use cni::rollback::Notes;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Cidr, Code, Error, Result};
-use cni_ipam::{Host, Options, Owner, Range, RangeSets, Store};
+use cni_ipam::{Host, Lease, Locked, Options, Owner, Range, RangeSets, Requested, Store};
 
 use conf::{AddConf, ShortagePolicy, StatusConf, StoreLocation};
 
@@ -86,6 +87,89 @@ impl Pool {
     }
 }
 
+/// What an ADD reserves, and where.
+pub struct Request<'a> {
+    /// The store of the network.
+    pub reservations: Reservations<'a>,
+    /// The owner of the new reservations.
+    pub owner: Owner,
+    /// The range sets.
+    pub sets: RangeSets,
+    /// The addresses that the runtime requests.
+    pub requested: Requested,
+}
+
+/// The store of a network's reservations, and how long a verb waits for its lock.
+pub struct Reservations<'a> {
+    store: Store,
+    lock_timeout: Duration,
+    machine: &'a dyn Machine,
+}
+
+impl<'a> Reservations<'a> {
+    /// Returns the store of the call's network, which need not exist yet. An error in a key that
+    /// does not change where the store is becomes a note.
+    ///
+    /// # Errors
+    /// Code 6 if `dataDir` is not a string.
+    pub fn read(call: &'a Call<'_>) -> Result<Reservations<'a>> {
+        Ok(Reservations::at(call, &StoreLocation::read(&call.conf, &call.notes)?))
+    }
+
+    /// Returns the store of the call's network at this location.
+    fn at(call: &'a Call<'_>, location: &StoreLocation) -> Reservations<'a> {
+        Reservations { store: store(call, location), lock_timeout: location.lock_timeout, machine: call.machine }
+    }
+
+    /// Returns the folder of these plugins' own files: `<dataDir>/.cni/<network>`.
+    pub fn sidecar(&self) -> &Path {
+        self.store.sidecar()
+    }
+
+    /// Locks the store, and creates its folder if it does not exist.
+    ///
+    /// # Errors
+    /// As [`Store::lock`].
+    pub fn lock(&self) -> Result<Locked> {
+        self.store.lock(self.lock_timeout, self.machine)
+    }
+}
+
+/// Runs an ADD whose addresses `reserve` chooses. If the ADD fails later, they are released.
+///
+/// # Errors
+/// - Code 4, 6 or 7 for an invalid configuration; 5 if `resolvConf` cannot be read.
+/// - The error of `reserve`, which must have reserved nothing then.
+pub fn add_with<'a>(call: &'a Call<'_>, reserve: impl FnOnce(&Request<'_>) -> Result<Lease>) -> Result<Added<'a>> {
+    let AddConf { location, sets, requested, routes, resolv_conf } = AddConf::read(&call.conf, &call.args()?)?;
+    let dns = resolv_conf.as_deref().map(resolv::read).transpose()?.unwrap_or_default();
+    let request = Request { reservations: Reservations::at(call, &location), owner: owner(call), sets, requested };
+    let mut rollback = call.rollback();
+
+    // A failed `reserve` leaves no reservations, so the undo is registered afterwards.
+    let lease = reserve(&request)?;
+    let (reservations, machine) = (lease.new_reservations(), call.machine);
+    let Reservations { store, lock_timeout, .. } = request.reservations;
+    let lock_timeout = lock_timeout.min(ROLLBACK_LOCK_TIMEOUT);
+    rollback.push("release the addresses just reserved", move || store.undo(&reservations, lock_timeout, &*machine));
+
+    let ips = lease.addresses.iter().filter_map(|(range, address)| ip_config(range, *address));
+    let result = AddResult { ips: ips.collect(), routes, dns, ..AddResult::default() };
+    Ok(Added { result, rollback })
+}
+
+/// Releases the reservations of the call's attachment, and returns their addresses.
+///
+/// # Errors
+/// As [`Locked::release`]; code 11 if the lock is held for too long.
+pub fn release(call: &Call<'_>) -> Result<Vec<IpAddr>> {
+    let Reservations { store, lock_timeout, machine } = Reservations::read(call)?;
+    match store.lock_existing(lock_timeout, machine)? {
+        Some(mut locked) => locked.release(&owner(call)),
+        None => Ok(Vec::new()),
+    }
+}
+
 impl Plugin for HostLocal {
     fn name(&self) -> &'static str {
         "host-local"
@@ -123,23 +207,9 @@ impl Plugin for HostLocal {
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
-        let conf = AddConf::read(&call.conf, &call.args()?)?;
-        let dns = conf.resolv_conf.as_deref().map(resolv::read).transpose()?.unwrap_or_default();
-        let store = store(call, &conf.location);
-        let mut rollback = call.rollback();
-
-        let mut locked = store.lock(conf.location.lock_timeout, call.machine)?;
-        // A failed `reserve` leaves no reservations, so the undo is registered afterwards.
-        let lease = locked.reserve(&owner(call), &conf.sets, &conf.requested)?;
-        drop(locked);
-        let (reservations, machine) = (lease.new_reservations(), call.machine);
-        let lock_timeout = conf.location.lock_timeout.min(ROLLBACK_LOCK_TIMEOUT);
-        rollback
-            .push("release the addresses just reserved", move || store.undo(&reservations, lock_timeout, &*machine));
-
-        let ips = lease.addresses.iter().filter_map(|(range, address)| ip_config(range, *address));
-        let result = AddResult { ips: ips.collect(), routes: conf.routes, dns, ..AddResult::default() };
-        Ok(Added { result, rollback })
+        add_with(call, |request| {
+            request.reservations.lock()?.reserve(&request.owner, &request.sets, &request.requested)
+        })
     }
 
     /// Checks that the attachment has reservations and, if the ranges are known, that the addresses
@@ -182,11 +252,7 @@ impl Plugin for HostLocal {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let location = StoreLocation::read(&call.conf, &call.notes)?;
-        match store(call, &location).lock_existing(location.lock_timeout, call.machine)? {
-            Some(mut locked) => locked.release(&owner(call)).map(drop),
-            None => Ok(()),
-        }
+        release(call).map(drop)
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
