@@ -104,9 +104,9 @@ pub fn default_block_size(addresses: u128) -> u32 {
 /// only the first 2^63 are returned.
 pub fn candidates<'a>(
     set: &'a RangeSet,
-    pool_of: impl Fn(&Range) -> (String, u32),
+    pool_of: &dyn Fn(&Range) -> (String, u32),
     seed: &str,
-) -> impl Iterator<Item = Block> + 'a {
+) -> impl Iterator<Item = Block> + use<'a> {
     // The numbers of the first and the last block of each range, divided by the block size.
     let mut spans: Vec<(String, u32, u128, u128)> = Vec::with_capacity(set.ranges().len());
     for range in set.ranges() {
@@ -175,7 +175,7 @@ mod tests {
     /// Returns the first addresses of the candidates of blocks of this size, in their order.
     fn firsts(set: &RangeSet, size: u32, seed: &str) -> Vec<String> {
         let pool_of = |range: &Range| (name("", range.subnet()), size);
-        candidates(set, pool_of, seed).map(|block| block.first.to_string()).collect()
+        candidates(set, &pool_of, seed).map(|block| block.first.to_string()).collect()
     }
 
     #[test]
@@ -265,7 +265,7 @@ mod tests {
         for (subnet, size) in [("fd00:61::/64", 256), ("::/0", 1)] {
             let set = set(&[(subnet, "", "")]);
             let pool_of = |range: &Range| (name("", range.subnet()), size);
-            let first: BTreeSet<Block> = candidates(&set, pool_of, "n").take(100).collect();
+            let first: BTreeSet<Block> = candidates(&set, &pool_of, "n").take(100).collect();
             assert_eq!(first.len(), 100, "{subnet}");
         }
     }

@@ -1,9 +1,10 @@
 //! The store of claims: what it keeps, and the operations on it.
 
 use std::net::IpAddr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use cni::Cidr;
+use cni::machine::Machine;
+use cni::{Cidr, Code, Error};
 use serde::{Deserialize, Serialize};
 
 /// The name that a store gives to a state of a record, and changes with every write of it
@@ -70,7 +71,23 @@ pub enum Failure {
     Unknown(String),
     /// The store refuses, and repeating does not help (code 103), or what the call needs cannot be
     /// read (code 5 or 7).
-    Refused(cni::Error),
+    Refused(Error),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure::Refused(error)
+    }
+}
+
+/// An unknown outcome has code 11.
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Error {
+        match failure {
+            Failure::Unknown(text) => Error::new(Code::TRY_AGAIN, text),
+            Failure::Refused(error) => error,
+        }
+    }
 }
 
 /// What an operation answers.
@@ -116,7 +133,40 @@ pub enum NodeState {
     Unsupported,
 }
 
-/// A store of claims. Reads are linearizable except [`Store::taken`].
+/// How long [`repeat`] waits before it repeats an operation. A refused connection is refused again
+/// within microseconds.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Repeats an operation until its outcome is known, the deadline has come or a signal has arrived.
+/// Each operation may be repeated: it names the version that it means, or creates one record.
+///
+/// # Errors
+/// The last failure. The text of an unknown outcome has the time that was spent.
+pub fn repeat<T>(
+    store: &mut dyn Store,
+    machine: &dyn Machine,
+    deadline: Instant,
+    mut operation: impl FnMut(&mut dyn Store) -> Answer<T>,
+) -> Answer<T> {
+    let begin = machine.now();
+    loop {
+        let last = match operation(store) {
+            Err(Failure::Unknown(last)) => last,
+            answer => return answer,
+        };
+        let spent = (machine.now() - begin).as_secs_f32();
+        if machine.terminated() {
+            return Err(Failure::Unknown(format!("{last}; interrupted by a signal after {spent:.1} s")));
+        }
+        if machine.now() + PAUSE >= deadline {
+            return Err(Failure::Unknown(format!("{last}; gave up after {spent:.1} s")));
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// A store of claims. Reads are linearizable except [`Store::taken`]. An operation ends at the
+/// deadline or after a signal, with an unknown outcome; [`repeat`] decides about repetitions.
 pub trait Store {
     /// Returns the name of this node in claims.
     fn node(&mut self) -> Answer<String>;

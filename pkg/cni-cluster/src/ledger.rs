@@ -1,0 +1,540 @@
+//! The node's ledger: the blocks of one network of this node, and the rules of claiming, adopting
+//! and releasing them. Nothing here reads a clock or a file, except [`Ledger::read`].
+//!
+//! A version is a fence: the store refuses to delete or change a record under an older version. So
+//! two rules make late requests harmless. No address is allocated from a block that is being
+//! released, because the delete may still take effect. A claim that the ledger does not hold under
+//! its present version is used only after a swap, which makes earlier deletes fail.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use cni::{Code, Error, Result, time};
+use serde::{Deserialize, Serialize};
+
+use crate::pool::Block;
+use crate::store::{Claim, NodeState, Reclaim, Version};
+
+/// How many seconds a verified ledger may be used before it is verified again. The time is far
+/// below [`GRACE`].
+const TRUSTED: u64 = 15 * 60;
+/// How many seconds a ledger that was verified in this boot may be used again, if the store does
+/// not answer.
+const TRUSTED_WITHOUT_STORE: u64 = 60;
+/// How many seconds a node must be absent before other nodes may take its blocks.
+const GRACE: u64 = 3600;
+/// The format of the ledger's file. A file with another format counts as missing.
+const FORMAT: u32 = 1;
+
+/// Whether a test has switched this defect on, to prove that the search finds the defect.
+macro_rules! has_defect {
+    ($defect:ident) => {{
+        #[cfg(test)]
+        let is_on = crate::search::defect() == Some(crate::search::Defect::$defect);
+        #[cfg(not(test))]
+        let is_on = false;
+        is_on
+    }};
+}
+
+/// The identity of this machine and of its boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Host {
+    /// The machine ID. Empty if the machine has none.
+    pub machine: String,
+    /// The boot ID.
+    pub boot: String,
+    /// Whole seconds since the boot.
+    pub uptime: u64,
+}
+
+impl Host {
+    /// Reads the identity below `root`, which is `/` outside tests.
+    ///
+    /// # Errors
+    /// Code 5 if the boot ID or the uptime cannot be read.
+    pub fn read(root: &Path) -> Result<Host> {
+        let read = |path: &str| {
+            let path = root.join(path);
+            let text = std::fs::read_to_string(&path)
+                .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error));
+            text.map(|text| text.trim().to_owned())
+        };
+        let uptime = read("proc/uptime")?;
+        let seconds = uptime.split('.').next().and_then(|seconds| seconds.parse().ok());
+        Ok(Host {
+            machine: read("etc/machine-id").unwrap_or_default(),
+            boot: read("proc/sys/kernel/random/boot_id")?,
+            uptime: seconds.ok_or_else(|| Error::new(Code::IO, format!("invalid /proc/uptime: {uptime:?}")))?,
+        })
+    }
+}
+
+/// The node and the network that hold a block. Without a node, an operator has reserved the block.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Holder {
+    /// The node's name.
+    pub node: String,
+    /// The network's name.
+    pub network: String,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.node.as_str() {
+            "" => f.write_str("reserved by an operator"),
+            node => write!(f, "claimed by network {} of node {node}", self.network),
+        }
+    }
+}
+
+/// What the ledger knows of a block.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum State {
+    /// The block may have been claimed. No address is allocated from it yet.
+    Claiming,
+    /// The block was claimed with this version. Addresses are allocated from it.
+    Held(Version),
+    /// The claim with this version may have been deleted. No address is allocated from the block.
+    Releasing(Version),
+    /// Another node has the block, but it has reservations. No address is allocated from it.
+    Lost(Holder),
+}
+
+/// What is known of the claim of a block in the store.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Seen {
+    /// Nothing yet.
+    Unread,
+    /// The store refused an operation, because the claim is not as expected.
+    Changed,
+    /// There is no claim.
+    Absent,
+    /// This call has written the claim with this version.
+    Written(Version),
+    /// The claim belongs to this network of this node.
+    Own(Version),
+    /// The claim belongs to another node or network.
+    Other(Holder),
+}
+
+/// The next operation on the claim of a block.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Read the claim.
+    Get,
+    /// Create the claim.
+    Create,
+    /// Replace the claim with this version, with a new nonce.
+    Swap(Version),
+    /// Delete the claim with this version.
+    Delete(Version),
+    /// None: the ledger agrees with the store.
+    Done,
+}
+
+/// A block in the ledger.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Entry {
+    /// The block.
+    pub block: Block,
+    /// Its state.
+    pub state: State,
+}
+
+/// The ledger of one network.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Ledger {
+    format: u32,
+    /// The node's name in claims, at the last verification.
+    pub node: String,
+    /// The boot in which the ledger was verified last.
+    boot: String,
+    /// The uptime in seconds until which the ledger may be used.
+    trusted_until: u64,
+    /// The block sizes of the pools by their names.
+    pub pools: BTreeMap<String, u32>,
+    entries: Vec<Entry>,
+}
+
+impl Ledger {
+    /// Reads the ledger of the network with this sidecar. A missing, damaged or unknown file is an
+    /// empty ledger, which must be verified before it is used.
+    pub fn read(sidecar: &Path) -> Ledger {
+        std::fs::read(sidecar.join("blocks")).ok().and_then(|bytes| Ledger::parse(&bytes)).unwrap_or_default()
+    }
+
+    /// Returns the ledger with this file, or `None` for a damaged or unknown file.
+    pub fn parse(bytes: &[u8]) -> Option<Ledger> {
+        let ledger: Ledger = serde_json::from_slice(bytes).ok()?;
+        let is_valid =
+            |Entry { block, .. }: &Entry| block.first.is_ipv4() == block.last.is_ipv4() && block.first <= block.last;
+        (ledger.format == FORMAT && ledger.entries.iter().all(is_valid)).then_some(ledger)
+    }
+
+    /// Returns the content of the ledger's file.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(&Ledger { format: FORMAT, ..self.clone() }).unwrap_or_default()
+    }
+
+    /// Returns all blocks with their states.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Returns the state of a block, or `None` if the ledger does not have it.
+    pub fn state(&self, block: &Block) -> Option<&State> {
+        self.entries.iter().find(|entry| entry.block == *block).map(|entry| &entry.state)
+    }
+
+    /// Whether the ledger was verified in this boot.
+    pub fn is_of_boot(&self, host: &Host) -> bool {
+        self.boot == host.boot || has_defect!(UsesLedgerOfEarlierBoot)
+    }
+
+    /// Whether addresses may be allocated from the held blocks without asking the store.
+    pub fn is_usable(&self, host: &Host) -> bool {
+        self.is_of_boot(host) && (host.uptime < self.trusted_until || has_defect!(UsesOldLedger))
+    }
+
+    /// Records that all entries agreed with the store during this call.
+    pub fn set_verified(&mut self, host: &Host) {
+        (self.boot, self.trusted_until) = (host.boot.clone(), host.uptime + TRUSTED);
+    }
+
+    /// Allows the use of the ledger for a minute, although the store does not answer.
+    pub fn extend_trust(&mut self, host: &Host) {
+        self.trusted_until = host.uptime + TRUSTED_WITHOUT_STORE;
+    }
+
+    /// Returns the first and last addresses of the held blocks, sorted.
+    pub fn spans(&self) -> Vec<(IpAddr, IpAddr)> {
+        let held = self.entries.iter().filter(|entry| matches!(entry.state, State::Held(_)));
+        let mut spans: Vec<(IpAddr, IpAddr)> = held.map(|entry| (entry.block.first, entry.block.last)).collect();
+        spans.sort_unstable();
+        spans
+    }
+
+    /// Records that the block is about to be claimed or adopted, if the ledger does not have it.
+    pub fn begin_claim(&mut self, block: &Block) {
+        if self.state(block).is_none() {
+            self.entries.push(Entry { block: block.clone(), state: State::Claiming });
+        }
+    }
+
+    /// Returns the held blocks to give back, if these addresses are reserved: blocks without
+    /// reservations, except one of each pool unless blocks have one address. With `released`, only
+    /// blocks that contain one of these addresses.
+    pub fn surplus(&self, reserved: &[IpAddr], released: Option<&[IpAddr]>) -> Vec<Block> {
+        let is_empty = |entry: &&Entry| matches!(entry.state, State::Held(_)) && !entry.block.contains_any(reserved);
+        let empty: Vec<&Block> = self.entries.iter().filter(is_empty).map(|entry| &entry.block).collect();
+        let mut rest: BTreeMap<&str, usize> = BTreeMap::new();
+        for block in &empty {
+            *rest.entry(&block.pool).or_default() += 1;
+        }
+        let mut surplus = Vec::new();
+        for block in empty {
+            let rest = rest.entry(&block.pool).or_default();
+            let is_chosen = released.is_none_or(|released| block.contains_any(released));
+            if is_chosen && (*rest > 1 || block.first == block.last) {
+                *rest -= 1;
+                surplus.push(block.clone());
+            }
+        }
+        surplus
+    }
+
+    /// Records that a held block is about to be released. The caller holds the store's lock, and
+    /// the block has no reservations.
+    pub fn begin_release(&mut self, block: &Block) {
+        if let Some(State::Held(version)) = self.state(block).cloned() {
+            self.set(block, Some(State::Releasing(version)));
+        }
+    }
+
+    /// Records what was seen of the claim of a block, and returns the next operation on it. The
+    /// caller stores a changed ledger before the operation. `is_reserved`: the block has
+    /// reservations of this network.
+    pub fn step(&mut self, block: &Block, seen: Seen, is_reserved: bool) -> Action {
+        let Some(state) = self.state(block).cloned() else { return Action::Done };
+        let (next, action) = match (state, seen) {
+            (State::Releasing(held), Seen::Own(seen)) if has_defect!(UsesReleasedBlock) && held == seen => {
+                (Some(State::Held(held)), Action::Done)
+            }
+            (_, Seen::Own(version)) if has_defect!(AdoptsWithoutSwap) => (Some(State::Held(version)), Action::Done),
+            (state, Seen::Changed) => (Some(state), Action::Get),
+            (State::Claiming, Seen::Unread) => (Some(State::Claiming), Action::Create),
+            (State::Releasing(version), Seen::Unread) => {
+                (Some(State::Releasing(version.clone())), Action::Delete(version))
+            }
+            (state, Seen::Unread) => (Some(state), Action::Get),
+            (_, Seen::Written(version)) => (Some(State::Held(version)), Action::Done),
+            (state @ State::Releasing(_), Seen::Own(version)) => (Some(state), Action::Delete(version)),
+            (State::Held(held), Seen::Own(seen)) if held == seen => (Some(State::Held(held)), Action::Done),
+            // An answer was lost, the ledger was lost, or another node has marked the claim.
+            (state, Seen::Own(version)) => (Some(state), Action::Swap(version)),
+            (State::Releasing(_), Seen::Absent | Seen::Other(_)) => (None, Action::Done),
+            (State::Lost(_), Seen::Absent) if !is_reserved => (None, Action::Done),
+            (_, Seen::Absent) => (Some(State::Claiming), Action::Create),
+            (_, Seen::Other(holder)) if is_reserved => (Some(State::Lost(holder)), Action::Done),
+            (_, Seen::Other(_)) => (None, Action::Done),
+        };
+        self.set(block, next);
+        action
+    }
+
+    /// Sets the state of a block that the ledger has. `None` removes the block.
+    fn set(&mut self, block: &Block, state: Option<State>) {
+        match state {
+            None => self.entries.retain(|entry| entry.block != *block),
+            Some(state) => {
+                let entry = self.entries.iter_mut().find(|entry| entry.block == *block);
+                entry.into_iter().for_each(|entry| entry.state = state.clone());
+            }
+        }
+    }
+
+    /// Returns a note for each block that another node has, although these reserved addresses are
+    /// in it.
+    pub fn lost_notes(&self, reserved: &[IpAddr]) -> Vec<String> {
+        let note = |Entry { block, state }: &Entry| {
+            let State::Lost(holder) = state else { return None };
+            let inside = reserved.iter().filter(|address| block.contains(**address));
+            let inside: Vec<String> = inside.map(IpAddr::to_string).collect();
+            let risk = "containers of other nodes may get these addresses; replace the containers of this node";
+            (!inside.is_empty())
+                .then(|| format!("{block} is {holder}, but {} are in use here: {risk}", inside.join(", ")))
+        };
+        self.entries.iter().filter_map(note).collect()
+    }
+}
+
+/// What a node does with the claim of an absent node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Reclaiming {
+    /// Nothing.
+    Leave,
+    /// Replaces the claim by one that has this time in `absent_since`.
+    Mark(String),
+    /// Deletes the claim with the version that was read.
+    Delete,
+}
+
+/// Returns what another node may do with this claim, if the pool has this rule and the store knows
+/// this of the claim's node.
+pub fn reclaiming(claim: &Claim, rule: Reclaim, node: &NodeState) -> Reclaiming {
+    let NodeState::Absent(now) = *node else { return Reclaiming::Leave };
+    if rule == Reclaim::Never || claim.node.is_empty() {
+        return Reclaiming::Leave;
+    }
+    match claim.absent_since.as_deref().map(time::parse_rfc3339) {
+        None => Reclaiming::Mark(time::rfc3339(Duration::from_secs(now))),
+        Some(Some(since)) if since.saturating_add(GRACE) <= now || has_defect!(ReclaimsAtOnce) => Reclaiming::Delete,
+        Some(_) => Reclaiming::Leave,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::search::{Defect, with_defect};
+    use std::slice;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    /// Returns the block of 16 addresses that begins at `10.61.0.<first>`.
+    fn block(first: u8) -> Block {
+        Block::of("10.61.0.0-24", 16, IpAddr::from([10, 61, 0, first]))
+    }
+
+    fn version(number: u8) -> Version {
+        Version(number.to_string())
+    }
+
+    fn holder() -> Holder {
+        Holder { node: "node2".to_owned(), network: "net".to_owned() }
+    }
+
+    /// Returns a ledger with one block in this state.
+    fn ledger(state: State) -> Ledger {
+        Ledger { entries: vec![Entry { block: block(16), state }], ..Ledger::default() }
+    }
+
+    fn host(boot: &str, uptime: u64) -> Host {
+        Host { machine: "m".to_owned(), boot: boot.to_owned(), uptime }
+    }
+
+    #[test]
+    fn each_state_and_claim_have_one_next_operation() {
+        let (held, releasing) = (State::Held(version(1)), State::Releasing(version(1)));
+        let (claiming, lost) = (State::Claiming, State::Lost(holder()));
+        let own = |number| Seen::Own(version(number));
+        let other = || Seen::Other(holder());
+        let swap = Action::Swap(version(2));
+        for (state, seen, reserved, next, action) in [
+            (&claiming, Seen::Unread, "", Some(&claiming), Action::Create),
+            (&held, Seen::Unread, "", Some(&held), Action::Get),
+            (&releasing, Seen::Unread, "", Some(&releasing), Action::Delete(version(1))),
+            (&lost, Seen::Unread, "", Some(&lost), Action::Get),
+            (&releasing, Seen::Changed, "", Some(&releasing), Action::Get),
+            (&claiming, Seen::Written(version(1)), "", Some(&held), Action::Done),
+            (&lost, Seen::Written(version(1)), "reserved", Some(&held), Action::Done),
+            (&held, own(1), "", Some(&held), Action::Done),
+            (&held, own(2), "reserved", Some(&held), swap.clone()),
+            (&claiming, own(2), "", Some(&claiming), swap.clone()),
+            (&lost, own(2), "", Some(&lost), swap),
+            (&releasing, own(1), "", Some(&releasing), Action::Delete(version(1))),
+            (&releasing, own(2), "", Some(&releasing), Action::Delete(version(2))),
+            (&releasing, Seen::Absent, "", None, Action::Done),
+            (&releasing, other(), "", None, Action::Done),
+            (&claiming, Seen::Absent, "", Some(&claiming), Action::Create),
+            (&held, Seen::Absent, "", Some(&claiming), Action::Create),
+            (&lost, Seen::Absent, "", None, Action::Done),
+            (&lost, Seen::Absent, "reserved", Some(&claiming), Action::Create),
+            (&held, other(), "", None, Action::Done),
+            (&held, other(), "reserved", Some(&lost), Action::Done),
+            (&claiming, other(), "", None, Action::Done),
+        ] {
+            let mut ledger = ledger(state.clone());
+            let found = ledger.step(&block(16), seen.clone(), !reserved.is_empty());
+            assert_eq!((ledger.state(&block(16)), found), (next, action), "{state:?} {seen:?} {reserved}");
+        }
+    }
+
+    #[test]
+    fn a_ledger_is_trusted_for_15_minutes_of_its_boot() {
+        let mut ledger = ledger(State::Claiming);
+        assert!(!ledger.is_usable(&host("b1", 0)));
+        ledger.set_verified(&host("b1", 100));
+        assert!(ledger.is_usable(&host("b1", 100)) && ledger.is_usable(&host("b1", 999)));
+        assert!(!ledger.is_usable(&host("b1", 1000)) && !ledger.is_usable(&host("b2", 100)));
+        ledger.extend_trust(&host("b1", 2000));
+        assert!(ledger.is_usable(&host("b1", 2059)) && !ledger.is_usable(&host("b1", 2060)));
+    }
+
+    #[test]
+    fn only_held_blocks_are_allocated_from() {
+        let mut ledger = ledger(State::Held(version(1)));
+        ledger.entries.push(Entry { block: block(0), state: State::Held(version(2)) });
+        for (first, state) in [(32, State::Claiming), (48, State::Releasing(version(3))), (64, State::Lost(holder()))] {
+            ledger.entries.push(Entry { block: block(first), state });
+        }
+        let span = |first, last| (address(first), address(last));
+        assert_eq!(ledger.spans(), [span("10.61.0.0", "10.61.0.15"), span("10.61.0.16", "10.61.0.31")]);
+    }
+
+    #[test]
+    fn one_empty_block_of_a_pool_is_kept() {
+        let mut ledger = Ledger::default();
+        for first in [0, 16, 32] {
+            ledger.entries.push(Entry { block: block(first), state: State::Held(version(first)) });
+        }
+        let used = [address("10.61.0.20")];
+        assert_eq!(ledger.surplus(&used, None), [block(0)]);
+        assert_eq!(ledger.surplus(&[], None), [block(0), block(16)]);
+        assert_eq!(ledger.surplus(&used, Some(&[address("10.61.0.33")])), [block(32)]);
+        assert_eq!(ledger.surplus(&used, Some(&used)), []);
+        ledger.begin_release(&block(0));
+        assert_eq!(ledger.state(&block(0)), Some(&State::Releasing(version(0))));
+        assert_eq!(ledger.surplus(&used, None), []);
+    }
+
+    #[test]
+    fn a_block_of_one_address_is_not_kept() {
+        let single = Block::of("10.61.0.0-24", 1, address("10.61.0.9"));
+        let entry = Entry { block: single.clone(), state: State::Held(version(1)) };
+        let ledger = Ledger { entries: vec![entry], ..Ledger::default() };
+        assert_eq!(ledger.surplus(&[], None), slice::from_ref(&single));
+        assert_eq!(ledger.surplus(&[], Some(&[address("10.61.0.9")])), [single]);
+        assert_eq!(ledger.surplus(&[address("10.61.0.9")], None), []);
+    }
+
+    #[test]
+    fn reservations_in_a_lost_block_are_reported() {
+        let ledger = ledger(State::Lost(holder()));
+        let notes = ledger.lost_notes(&[address("10.61.0.17"), address("10.61.0.1"), address("10.61.0.18")]);
+        let expected = "block 10.61.0.16-10.61.0.31 of pool 10.61.0.0-24 is claimed by network net of node node2, \
+                        but 10.61.0.17, 10.61.0.18 are in use here: containers of other nodes may get these addresses; \
+                        replace the containers of this node";
+        assert_eq!(notes, [expected]);
+        assert!(ledger.lost_notes(&[address("10.61.0.1")]).is_empty());
+    }
+
+    #[test]
+    fn an_absent_node_loses_its_claim_after_an_hour() {
+        let claim = |node: &str, absent_since: Option<&str>| Claim {
+            pool: "p".to_owned(),
+            first: address("10.61.0.0"),
+            last: address("10.61.0.15"),
+            node: node.to_owned(),
+            network: "net".to_owned(),
+            machine: "m".to_owned(),
+            nonce: "n".to_owned(),
+            absent_since: absent_since.map(str::to_owned),
+        };
+        let (absent, now) = (NodeState::Absent(1_795_225_384), "2026-11-21T01:43:04.000Z");
+        let (hour_ago, later) = ("2026-11-21T00:43:04Z", "2026-11-21T00:43:05Z");
+        let rule = |node, since, state: &NodeState| reclaiming(&claim(node, since), Reclaim::AfterOneHour, state);
+        assert_eq!(rule("n", None, &absent), Reclaiming::Mark(now.to_owned()));
+        assert_eq!(rule("n", Some(later), &absent), Reclaiming::Leave);
+        assert_eq!(rule("n", Some(hour_ago), &absent), Reclaiming::Delete);
+        for unclear in ["", "yesterday", "9999-12-31T23:59:59Z"] {
+            assert_eq!(rule("n", Some(unclear), &absent), Reclaiming::Leave, "{unclear}");
+        }
+        assert_eq!(rule("", Some(hour_ago), &absent), Reclaiming::Leave);
+        for state in [NodeState::Unsupported, NodeState::Present("m".to_owned())] {
+            assert_eq!(rule("n", Some(hour_ago), &state), Reclaiming::Leave);
+        }
+        assert_eq!(reclaiming(&claim("n", Some(hour_ago)), Reclaim::Never, &absent), Reclaiming::Leave);
+        let at_once = with_defect(Some(Defect::ReclaimsAtOnce), || rule("n", Some(later), &absent));
+        assert_eq!(at_once, Reclaiming::Delete);
+    }
+
+    #[test]
+    fn a_damaged_or_unknown_file_is_no_ledger() {
+        let mut ledger = ledger(State::Held(version(7)));
+        ledger.set_verified(&host("b1", 5));
+        ledger.pools.insert("10.61.0.0-24".to_owned(), 16);
+        let text = ledger.to_json();
+        let read = Ledger::parse(text.as_bytes()).unwrap();
+        assert_eq!((read.to_json(), read.spans(), read.pools), (text.clone(), ledger.spans(), ledger.pools.clone()));
+        for end in 0..text.len() {
+            assert_eq!(Ledger::parse(&text.as_bytes()[..end]), None);
+        }
+        for (from, to) in [
+            ("\"format\":1", "\"format\":2"),
+            ("10.61.0.31", "10.61.0.15"),
+            ("10.61.0.31", "fd00::1"),
+            ("\"held\"", "\"kept\""),
+        ] {
+            assert!(text.contains(from));
+            assert_eq!(Ledger::parse(text.replace(from, to).as_bytes()), None, "{to}");
+        }
+    }
+
+    #[test]
+    fn the_host_is_read_from_its_files() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        assert_eq!(Host::read(root.path()).unwrap_err().code(), Code::IO);
+        write("proc/uptime", "12345.67 99.0\n");
+        write("proc/sys/kernel/random/boot_id", "b1\n");
+        let read = || Host::read(root.path()).unwrap();
+        assert_eq!(read(), Host { machine: String::new(), ..host("b1", 12_345) });
+        write("etc/machine-id", "m\n");
+        assert_eq!(read(), host("b1", 12_345));
+        write("proc/uptime", "up\n");
+        assert_eq!(Host::read(root.path()).unwrap_err().to_string(), "invalid /proc/uptime: \"up\"");
+    }
+}
