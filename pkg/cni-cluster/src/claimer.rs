@@ -1,5 +1,5 @@
-//! The requests of one call, under the claim lock: verifies the ledger, claims, adopts, releases and
-//! reclaims blocks.
+//! The requests of one call, under the claim lock: verifies the ledger, claims, adopts, releases
+//! and reclaims blocks.
 //!
 //! The rules are in [`Ledger::step`]. This module performs its actions, and writes a changed ledger
 //! before each request. So whatever happens to a request, the next call knows that it may have been

@@ -20,7 +20,7 @@ use cni_ipam::{Range, RangeSet};
 use cni_linux::flock::{self, Limit};
 
 use crate::claimer::Claimer;
-use crate::ledger::{Host, Ledger, State};
+use crate::ledger::{Host, Ledger};
 use crate::pool::{self, Block};
 use crate::store::Store;
 
@@ -155,14 +155,9 @@ impl<'a> Cluster<'a> {
         Ok(self.ledger.is_usable(&self.host).then(|| self.ledger.spans()))
     }
 
-    /// Whether the ledger that [`held`](Cluster::held) has read has a block that another node has.
-    pub fn has_lost(&self) -> bool {
-        self.ledger.entries().iter().any(|entry| matches!(entry.state, State::Lost(_)))
-    }
-
-    /// Returns a note for each block that another node has and that has these reserved addresses.
-    pub fn lost_notes(&self, reserved: &[IpAddr]) -> Vec<String> {
-        self.ledger.lost_notes(reserved)
+    /// Returns the ledger as last read by [`held`](Cluster::held).
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
     }
 
     /// Verifies the ledger or claims a block, as an ADD needs it. The caller has called

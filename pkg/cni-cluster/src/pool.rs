@@ -55,15 +55,19 @@ impl fmt::Display for Block {
     }
 }
 
-/// Returns the name of the pool of a subnet: `10.61.0.0-24`, or with a layer 2 network
-/// `<layer2>.10.61.0.0-24`. IPv6 addresses are written in full with `-` for `:`.
-pub fn name(layer2: &str, subnet: Cidr) -> String {
-    let network = match subnet.network().address() {
+/// Returns an address as it is spelled in names: IPv6 in full with `-` for `:`.
+pub fn address_name(address: IpAddr) -> String {
+    match address {
         IpAddr::V4(v4) => v4.to_string(),
         IpAddr::V6(v6) => v6.segments().map(|segment| format!("{segment:04x}")).join("-"),
-    };
+    }
+}
+
+/// Returns the name of the pool of a subnet: `10.61.0.0-24`, or `<layer2>.10.61.0.0-24` with a
+/// layer 2 network.
+pub fn name(layer2: &str, subnet: Cidr) -> String {
     let separator = if layer2.is_empty() { "" } else { "." };
-    format!("{layer2}{separator}{network}-{}", subnet.prefix())
+    format!("{layer2}{separator}{}-{}", address_name(subnet.network().address()), subnet.prefix())
 }
 
 /// Checks the value of the key `layer2`.
