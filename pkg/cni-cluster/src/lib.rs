@@ -12,3 +12,7 @@ pub mod pool;
 #[cfg(test)]
 mod search;
 pub mod store;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,341 @@
+//! Failures of the store, of nodes and of files.
+
+use std::collections::BTreeMap;
+
+use cni::{Code, Error};
+
+use super::address;
+use crate::ledger::State;
+use crate::store::Reclaim;
+use crate::testing::{Fault, TestNode, memory};
+
+/// Returns whether the node holds a number of blocks, and nothing else.
+fn holds(node: &TestNode, count: usize) -> bool {
+    let ledger = node.ledger();
+    ledger.entries().len() == count && ledger.entries().iter().all(|entry| matches!(entry.state, State::Held(_)))
+}
+
+fn code(error: &Error) -> u32 {
+    error.code().0
+}
+
+#[test]
+fn without_the_store_only_held_blocks_are_used() {
+    let memory = memory();
+    let node = TestNode { block_size: Some(4), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    let first = node.add().unwrap();
+    memory.borrow_mut().fault = Some(Fault::Lost);
+    let last = (0..4).find_map(|_| node.add().err()).unwrap();
+    assert_eq!(last.code(), Code::TRY_AGAIN);
+    let text = last.to_string();
+    assert!(text.starts_with("no answer from 192.0.2.1:443; gave up after ") && text.ends_with(" s"), "{text}");
+    node.del(first);
+    node.gc();
+    assert_eq!(node.add().unwrap(), first);
+    assert!(matches!(node.ledger().entries(), [_, claiming] if claiming.state == State::Claiming));
+    memory.borrow_mut().fault = None;
+    node.add().unwrap();
+    assert!(holds(&node, 2));
+    assert_eq!(memory.borrow().count("node1"), 2);
+}
+
+#[test]
+fn a_lost_answer_does_not_lose_the_block() {
+    let memory = memory();
+    let node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    node.add().unwrap();
+    memory.borrow_mut().requests.clear();
+    memory.borrow_mut().faults.extend([Fault::Unanswered, Fault::None, Fault::None, Fault::Unanswered]);
+    let second = node.add().unwrap();
+    // The answers to the first create and to the first swap were lost.
+    assert_eq!(memory.borrow().requests, ["create", "create", "get", "swap", "swap", "get", "swap"]);
+    assert!(holds(&node, 2) && memory.borrow().count("node1") == 2);
+    memory.borrow_mut().faults.push_back(Fault::Unanswered);
+    node.del(second);
+    assert!(holds(&node, 1) && memory.borrow().count("node1") == 1);
+}
+
+#[test]
+fn a_killed_add_is_continued_by_the_next() {
+    for fault in [Fault::Lost, Fault::Unanswered, Fault::Late] {
+        let memory = memory();
+        let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+        memory.borrow_mut().faults.extend([Fault::None; 5]);
+        memory.borrow_mut().fault = Some(fault);
+        assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
+        assert!(matches!(node.ledger().entries(), [entry] if entry.state == State::Claiming), "{fault:?}");
+        memory.borrow_mut().fault = None;
+        memory.borrow_mut().deliver(0);
+        node.add().unwrap();
+        assert!(holds(&node, 1) && memory.borrow().count("node1") == 1, "{fault:?}");
+    }
+}
+
+#[test]
+fn a_block_whose_release_is_unknown_is_not_used() {
+    let memory = memory();
+    let node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    let (first, second) = (node.add().unwrap(), node.add().unwrap());
+    memory.borrow_mut().fault = Some(Fault::Late);
+    node.del(first);
+    assert!(node.notes.borrow()[0].starts_with("failed to give back the claims of empty blocks: no answer from"));
+    assert_eq!(node.ledger().spans(), [(second, second)]);
+    memory.borrow_mut().fault = None;
+    let third = node.add_in(0, Some(first)).unwrap();
+    // The block was released and claimed again, so the late delete means an older version.
+    assert_eq!(third, first);
+    memory.borrow_mut().deliver(0);
+    assert!(holds(&node, 2) && memory.borrow().count("node1") == 2);
+}
+
+#[test]
+fn a_deleted_ledger_is_rebuilt_from_the_claims() {
+    let memory = memory();
+    let node = TestNode { block_size: Some(2), ..TestNode::new(&memory, "node1", &["10.61.0.0/28"]) };
+    let other = TestNode::new(&memory, "node2", &["10.61.0.0/28"]);
+    for _ in 0..4 {
+        node.add().unwrap();
+    }
+    let (spans, versions) = (node.ledger().spans(), node.ledger().to_json());
+    std::fs::remove_dir_all(node.sidecar()).unwrap();
+    node.add().unwrap();
+    assert!(spans.iter().all(|span| node.ledger().spans().contains(span)));
+    assert_ne!(node.ledger().to_json(), versions);
+    while let Ok(address) = other.add() {
+        assert!(!node.reserved.borrow().contains(&address));
+    }
+}
+
+#[test]
+fn an_unwritable_ledger_fails_before_any_request() {
+    let memory = memory();
+    let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    // A folder with the name of the temporary file.
+    std::fs::create_dir_all(node.sidecar().join("blocks.new")).unwrap();
+    let error = node.add().unwrap_err();
+    assert_eq!((error.code(), memory.borrow().requests.len()), (Code::IO, 0));
+    assert!(error.to_string().starts_with("failed to write /"), "{error}");
+}
+
+#[test]
+fn after_a_reboot_the_store_must_answer_once() {
+    let memory = memory();
+    let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    node.add().unwrap();
+    node.boot();
+    memory.borrow_mut().fault = Some(Fault::Lost);
+    assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
+    memory.borrow_mut().fault = None;
+    memory.borrow_mut().requests.clear();
+    node.add().unwrap();
+    assert_eq!(memory.borrow().requests, ["pool", "claims"]);
+}
+
+#[test]
+fn blocks_given_away_during_a_power_loss_are_not_used() {
+    let memory = memory();
+    let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/30"]);
+    let address = node.add().unwrap();
+    node.boot();
+    // kubectl delete ipblocks --field-selector spec.node=node1
+    memory.borrow_mut().claims.clear();
+    assert_eq!(TestNode::new(&memory, "node2", &["10.61.0.0/30"]).add().unwrap(), address);
+    assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
+    assert!(node.ledger().entries().is_empty());
+}
+
+#[test]
+fn a_node_that_is_cut_off_uses_its_blocks() {
+    for (fault, expected) in [(Fault::Lost, "no answer from 192.0.2.1:443"), (Fault::Refused, "401 Unauthorized")] {
+        let memory = memory();
+        let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/20"]);
+        node.add().unwrap();
+        node.host.uptime += 15 * 60;
+        memory.borrow_mut().fault = Some(fault);
+        node.add().unwrap();
+        let note = node.notes.borrow().first().cloned().unwrap();
+        let begin = "the blocks of this node are used without a look at their claims: ";
+        assert!(note.strip_prefix(begin).is_some_and(|cause| cause.starts_with(expected)), "{note}");
+        memory.borrow_mut().requests.clear();
+        node.host.uptime += 59;
+        node.add().unwrap();
+        assert!(memory.borrow().requests.is_empty());
+        node.host.uptime += 1;
+        memory.borrow_mut().fault = None;
+        node.add().unwrap();
+        assert_eq!(memory.borrow().requests, ["pool", "claims"]);
+    }
+}
+
+#[test]
+fn a_refusal_of_the_store_has_code_103() {
+    let memory = memory();
+    let node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    node.add().unwrap();
+    memory.borrow_mut().fault = Some(Fault::Refused);
+    let error = node.add().unwrap_err();
+    assert_eq!((code(&error), error.to_string().as_str()), (103, "401 Unauthorized"));
+}
+
+/// Fills a /30, which has one address that is not the gateway, by node1, and returns another node.
+fn fill(memory: &std::rc::Rc<std::cell::RefCell<crate::testing::Memory>>) -> (TestNode, TestNode) {
+    let node = TestNode::new(memory, "node1", &["10.61.0.0/30"]);
+    node.add().unwrap();
+    (node, TestNode::new(memory, "node2", &["10.61.0.0/30"]))
+}
+
+fn forget_node(memory: &std::cell::RefCell<crate::testing::Memory>) {
+    memory.borrow_mut().nodes.as_mut().map(|nodes| nodes.remove("node1"));
+}
+
+#[test]
+fn a_dead_node_with_a_node_object_keeps_its_blocks() {
+    let memory = memory();
+    let (_, other) = fill(&memory);
+    for _ in 0..3 {
+        memory.borrow_mut().now += 3600;
+        assert_eq!(other.add().unwrap_err().code(), Code::TRY_AGAIN);
+    }
+    assert_eq!(memory.borrow().count("node1"), 1);
+    memory.borrow_mut().claims.clear();
+    other.add().unwrap();
+}
+
+#[test]
+fn blocks_of_an_absent_node_are_free_after_an_hour() {
+    let memory = memory();
+    let (_, other) = fill(&memory);
+    forget_node(&memory);
+    let error = other.add().unwrap_err();
+    let expected = "all 1 blocks of pool 10.61.0.0-30 are claimed: node node1 has 1; 1 belong to nodes that are \
+                    absent since 2026-11-21T01:43:04.000Z or later, and are free an hour after";
+    assert_eq!(error.to_string(), expected);
+    memory.borrow_mut().now += 3599;
+    assert!(other.add().is_err());
+    memory.borrow_mut().now += 1;
+    other.add().unwrap();
+    assert_eq!((memory.borrow().count("node1"), memory.borrow().count("node2")), (0, 1));
+}
+
+#[test]
+fn a_node_that_registers_again_keeps_its_blocks() {
+    let memory = memory();
+    let (mut node, other) = fill(&memory);
+    forget_node(&memory);
+    assert!(other.add().is_err());
+    node.host.uptime += 15 * 60;
+    // The set is full, but the ADD verifies the ledger, and so removes the mark.
+    assert!(node.add().is_err());
+    memory.borrow_mut().now += 3600;
+    assert!(other.add().is_err());
+    assert_eq!((memory.borrow().count("node1"), holds(&node, 1)), (1, true));
+}
+
+#[test]
+fn a_node_that_was_absent_for_an_hour_reports_lost_blocks() {
+    let memory = memory();
+    let (mut node, other) = fill(&memory);
+    forget_node(&memory);
+    assert!(other.add().is_err());
+    memory.borrow_mut().now += 3600;
+    let address = other.add().unwrap();
+    node.host.uptime += 3600;
+    assert!(node.add().is_err());
+    let notes = node.ledger().lost_notes(&[address]);
+    assert!(notes[0].contains("is claimed by network net of node node2, but 10.61.0.2 are in use here"), "{notes:?}");
+    node.del(address);
+    node.host.uptime += 3600;
+    assert!(node.add().is_err());
+    assert!(node.ledger().entries().is_empty());
+}
+
+#[test]
+fn a_pool_can_exclude_that_blocks_are_taken() {
+    let memory = memory();
+    let (_, other) = fill(&memory);
+    memory.borrow_mut().pools.values_mut().for_each(|pool| pool.reclaim = Reclaim::Never);
+    forget_node(&memory);
+    for _ in 0..3 {
+        memory.borrow_mut().now += 3600;
+        assert!(other.add().is_err());
+    }
+    assert_eq!(memory.borrow().count("node1"), 1);
+}
+
+#[test]
+fn a_store_without_nodes_gives_no_block_away() {
+    let memory = memory();
+    memory.borrow_mut().nodes = None;
+    let (_, other) = fill(&memory);
+    memory.borrow_mut().now += 36_000;
+    assert!(other.add().is_err());
+    assert_eq!(memory.borrow().count("node1"), 1);
+}
+
+#[test]
+fn a_rebuilt_node_adopts_the_claims_of_its_name() {
+    let memory = memory();
+    let (_, _) = fill(&memory);
+    let rebuilt = TestNode::new(&memory, "node1", &["10.61.0.0/30"]);
+    let mut rebuilt =
+        TestNode { host: crate::ledger::Host { machine: "new".to_owned(), ..rebuilt.host.clone() }, ..rebuilt };
+    let error = rebuilt.add().unwrap_err();
+    let expected = "the claims of node node1 are of machine \"machine of node1\", not of this one, \"new\"; \
+                    if that machine is off: kubectl delete ipblocks --field-selector spec.node=node1";
+    assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
+    memory.borrow_mut().nodes = Some(BTreeMap::from([("node1".to_owned(), "new".to_owned())]));
+    rebuilt.add().unwrap();
+    assert!(memory.borrow().claims.values().all(|(claim, _)| claim.machine == "new"));
+    // A later verification does not ask for the node.
+    rebuilt.host.uptime += 15 * 60;
+    memory.borrow_mut().requests.clear();
+    assert!(rebuilt.add().is_err());
+    assert_eq!(memory.borrow().requests[..2], ["pool", "claims"]);
+}
+
+#[test]
+fn a_second_machine_with_the_name_is_refused() {
+    let memory = memory();
+    memory.borrow_mut().nodes = None;
+    let node = TestNode::new(&memory, "node1", &["10.61.0.0/30"]);
+    let twin = TestNode::new(&memory, "node1", &["10.61.0.0/30"]);
+    let twin = TestNode { host: crate::ledger::Host { machine: "twin".to_owned(), ..twin.host.clone() }, ..twin };
+    let address = address("10.61.0.2");
+    // Both verify their ledgers before the first claim.
+    twin.call(|slow| {
+        slow.held().unwrap();
+        slow.obtain(crate::cluster::Need::Verification, &mut || twin.list()).unwrap();
+    });
+    assert_eq!(node.add().unwrap(), address);
+    assert_eq!(twin.add().unwrap_err().code(), Code::CONFLICT);
+    assert!(twin.ledger().spans().is_empty());
+}
+
+#[test]
+fn a_store_restored_from_an_older_state_gets_its_claims_back() {
+    let memory = memory();
+    let mut node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    node.add().unwrap();
+    let older = memory.borrow().claims.clone();
+    node.add().unwrap();
+    memory.borrow_mut().claims = older;
+    node.host.uptime += 15 * 60;
+    node.add().unwrap();
+    assert!(holds(&node, 3) && memory.borrow().count("node1") == 3);
+}
+
+#[test]
+fn a_call_waits_for_another_that_claims() {
+    let memory = memory();
+    let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    std::fs::create_dir_all(node.sidecar()).unwrap();
+    let lock = std::fs::File::create(node.sidecar().join("claim.lock")).unwrap();
+    lock.lock().unwrap();
+    let error = node.add().unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.code(), Code::TRY_AGAIN);
+    assert!(text.starts_with("failed to lock ") && text.ends_with(" claims a block"), "{text}");
+    assert!(memory.borrow().requests.is_empty());
+    lock.unlock().unwrap();
+    node.add().unwrap();
+}
