@@ -1,29 +1,37 @@
 //! What a plugin calls: it reads the ledger, asks the store for blocks, and gives blocks back.
 //!
+//! The rules are in [`Ledger::step`]. This module performs their actions, and writes a changed
+//! ledger before each request. So whatever happens to a request, the next call knows that it may
+//! have been sent.
+//!
 //! Only the holder of the claim lock, `claim.lock` in the sidecar, asks the store and writes the
 //! ledger. The lock of the reservations is taken after the claim lock, never before, and never
 //! during a request. A block becomes `releasing` only under both locks, so that no ADD reserves an
 //! address in it at the same time.
 
 use std::any::Any;
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 use cni::{Cidr, Code, Error, Result};
-use cni_ipam::{Range, RangeSet};
+use cni_ipam::ranges::{Range, RangeSet, number};
 use cni_linux::flock::{self, Limit};
 
-use crate::claimer::Claimer;
-use crate::ledger::{Host, Ledger};
+use crate::ledger::{Action, Entry, Holder, Host, Ledger, Reclaiming, Seen, State, reclaiming};
 use crate::pool::{self, Block};
-use crate::store::Store;
+use crate::store::{Answer, Claim, Created, Deleted, NodeState, Pool, Reclaim, Store, Swapped, Version, repeat};
 
+/// How many claimed blocks an ADD meets before it asks for a list.
+const MAX_REFUSALS: usize = 8;
+/// How many nodes the error of an exhausted range set names.
+const MAX_LISTED: usize = 5;
 /// How long a call that can do without the store waits for it.
 const SHORT_WAIT: Duration = Duration::from_secs(1);
 
@@ -44,21 +52,23 @@ pub struct Network<'a> {
 
 impl Network<'_> {
     /// Returns the subnets of the ranges, each once.
-    pub(crate) fn subnets(&self) -> BTreeSet<Cidr> {
+    fn subnets(&self) -> BTreeSet<Cidr> {
         self.sets.iter().flat_map(RangeSet::ranges).map(Range::subnet).collect()
     }
 
-    /// Returns the name of the pool of a subnet.
-    pub(crate) fn pool(&self, subnet: Cidr) -> String {
-        pool::name(self.layer2, subnet)
+    /// Returns the number of addresses of the ranges in a subnet.
+    fn addresses(&self, subnet: Cidr) -> u128 {
+        let ranges = self.sets.iter().flat_map(RangeSet::ranges).filter(|range| range.subnet() == subnet);
+        let size = |range: &Range| (number(range.last()) - number(range.first())).saturating_add(1);
+        ranges.map(size).fold(0, u128::saturating_add)
     }
 
     /// Checks the size of the blocks of the pool of this subnet.
     ///
     /// # Errors
     /// Code 7 if another size is configured, or if a block would be larger than the subnet.
-    pub(crate) fn check_block_size(&self, subnet: Cidr, size: u32) -> Result<()> {
-        let name = self.pool(subnet);
+    fn check_block_size(&self, subnet: Cidr, size: u32) -> Result<()> {
+        let name = pool::name(self.layer2, subnet);
         pool::check_block_size(size).map_err(|error| error.context(format_args!("pool {name}")))?;
         if let Some(configured) = self.block_size.filter(|configured| *configured != size) {
             let why = format!("blockSize {configured} differs from that of pool {name}, {size}");
@@ -119,10 +129,15 @@ pub struct Cluster<'a> {
     machine: &'a dyn Machine,
     notes: Notes,
     open: &'a dyn Fn() -> Result<Opened<'a>>,
-    /// As last read by [`held`](Cluster::held).
+    opened: Option<Opened<'a>>,
+    /// When this call began.
+    begin: Instant,
+    /// Until when requests may be sent.
+    deadline: Instant,
+    /// As last read or written.
     ledger: Ledger,
-    /// The store, and the end of the time that this call may spend on it.
-    session: Option<(Opened<'a>, Instant)>,
+    /// Whether the store has confirmed that this machine has the node's name.
+    is_registered: bool,
 }
 
 impl<'a> Cluster<'a> {
@@ -135,7 +150,14 @@ impl<'a> Cluster<'a> {
         notes: Notes,
         open: &'a dyn Fn() -> Result<Opened<'a>>,
     ) -> Cluster<'a> {
-        Cluster { network, host, machine, notes, open, ledger: Ledger::default(), session: None }
+        let (begin, ledger) = (machine.now(), Ledger::default());
+        let (opened, deadline, is_registered) = (None, begin, false);
+        Cluster { network, host, machine, notes, open, opened, begin, deadline, ledger, is_registered }
+    }
+
+    /// Returns the ledger as last read by [`held`](Cluster::held).
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
     }
 
     /// Returns the first and last addresses of the blocks from which this node may allocate,
@@ -147,17 +169,11 @@ impl<'a> Cluster<'a> {
     pub fn held(&mut self) -> Result<Option<Vec<(IpAddr, IpAddr)>>> {
         self.ledger = Ledger::read(&self.network.sidecar);
         for subnet in self.network.subnets() {
-            let name = self.network.pool(subnet);
-            if let Some(size) = self.ledger.pools.get(&name) {
+            if let Some(size) = self.ledger.pools.get(&pool::name(self.network.layer2, subnet)) {
                 self.network.check_block_size(subnet, *size)?;
             }
         }
         Ok(self.ledger.is_usable(&self.host).then(|| self.ledger.spans()))
-    }
-
-    /// Returns the ledger as last read by [`held`](Cluster::held).
-    pub fn ledger(&self) -> &Ledger {
-        &self.ledger
     }
 
     /// Verifies the ledger or claims a block, as an ADD needs it. The caller has called
@@ -172,17 +188,18 @@ impl<'a> Cluster<'a> {
     pub fn obtain(&mut self, need: Need, in_use: &mut ListInUse<'_>) -> Result<Obtained> {
         // With a ledger that was verified in this boot, the node works without the store.
         let is_optional = need == Need::Verification && self.ledger.is_of_boot(&self.host);
-        let (before, notes, host) = (self.ledger.clone(), self.notes.clone(), self.host.clone());
-        let mut claimer = self.claimer(if is_optional { SHORT_WAIT } else { Duration::MAX })?;
-        if claimer.ledger != before {
+        let before = self.ledger.clone();
+        let _lock = self.lock(if is_optional { SHORT_WAIT } else { Duration::MAX })?;
+        if self.ledger != before {
             return Ok(Obtained::Changed);
         }
-        claimer.save()?;
-        match claimer.fulfil(need, in_use).map_err(Error::from) {
+        self.save()?;
+        match self.fulfil(need, in_use).map_err(Error::from) {
             Err(error) if is_optional && !matches!(error.code(), Code::INVALID_CONFIG | Code::CONFLICT) => {
-                claimer.ledger.extend_trust(&host);
-                claimer.save()?;
-                notes.note(format_args!("the blocks of this node are used without a look at their claims: {error}"));
+                self.ledger.extend_trust(&self.host);
+                self.save()?;
+                self.notes
+                    .note(format_args!("the blocks of this node are used without a look at their claims: {error}"));
                 Ok(Obtained::Changed)
             }
             outcome => outcome,
@@ -198,72 +215,338 @@ impl<'a> Cluster<'a> {
         if Ledger::read(&self.network.sidecar).surplus(&[], released).is_empty() {
             return;
         }
-        let outcome = self.claimer(SHORT_WAIT).and_then(|mut claimer| {
+        let outcome = self.lock(SHORT_WAIT).and_then(|_lock| {
             let reservations = in_use()?;
-            for block in claimer.ledger.surplus(&reservations.addresses, released) {
-                claimer.ledger.begin_release(&block);
+            for block in self.ledger.surplus(&reservations.addresses, released) {
+                self.ledger.begin_release(&block);
             }
-            claimer.save()?;
+            self.save()?;
             drop(reservations);
-            claimer.finish_releases().map_err(Error::from)
+            Ok(self.finish_begun().map(drop)?)
         });
         if let Err(error) = outcome {
             self.notes.note(format_args!("failed to give back the claims of empty blocks: {error}"));
         }
     }
 
-    /// Opens the store, takes the claim lock and reads the ledger. The call ends after `wait`, or
-    /// earlier with the node's own timeout.
+    /// Opens the store, takes the claim lock and reads the ledger. Sets the deadline to `wait`, or
+    /// to the rest of the node's timeout if that is shorter.
     ///
     /// # Errors
     /// - Code 5 or 7 if the store cannot be opened, or 5 if the lock cannot.
-    /// - Code 11 if the time is over, or another process holds the lock.
-    fn claimer(&mut self, wait: Duration) -> Result<Claimer<'_, 'a>> {
+    /// - Code 11 if another process holds the lock until the deadline or a signal.
+    fn lock(&mut self, wait: Duration) -> Result<File> {
         let now = self.machine.now();
-        let (opened, deadline) = match &mut self.session {
-            Some(session) => session,
-            empty => {
-                let opened = (self.open)()?;
-                let deadline = now + opened.timeout;
-                empty.insert((opened, deadline))
-            }
+        let opened = match &mut self.opened {
+            Some(opened) => opened,
+            empty => empty.insert((self.open)()?),
         };
-        let length = deadline.saturating_duration_since(now).min(wait);
-        let limit = Limit { deadline: now + length, length };
-        opened.store.set_deadline(limit.deadline);
-        let lock = lock_claims(&self.network.sidecar, self.machine, limit)?;
-        Ok(Claimer {
-            network: &self.network,
-            host: &self.host,
-            machine: self.machine,
-            ledger: Ledger::read(&self.network.sidecar),
-            store: &mut *opened.store,
-            deadline: limit.deadline,
-            is_registered: false,
-            _lock: lock,
-        })
+        let length = wait.min((self.begin + opened.timeout).saturating_duration_since(now));
+        self.deadline = now + length;
+        opened.store.set_deadline(self.deadline);
+        let path = self.network.sidecar.join("claim.lock");
+        let doing = format!("failed to lock {}", path.display());
+        let file = DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.network.sidecar)
+            .and_then(|()| OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path));
+        let file = file.map_err(|error| Error::caused(Code::IO, &doing, error))?;
+        let limit = Limit { deadline: self.deadline, length };
+        let lock = flock::lock(file, self.machine, OnSigterm::Kill, limit).map_err(|refused| {
+            let is_over = refused.cause.is_deadline() || refused.cause.is_terminated();
+            let holder = refused.holder.map(|holder| format!(", which {holder} holds to claim a block"));
+            let code = if is_over { Code::TRY_AGAIN } else { Code::IO };
+            Error::caused(code, format_args!("{doing}{}", holder.unwrap_or_default()), refused.cause)
+        })?;
+        self.ledger = Ledger::read(&self.network.sidecar);
+        Ok(lock)
+    }
+
+    /// Writes the ledger.
+    ///
+    /// # Errors
+    /// Code 5.
+    fn save(&mut self) -> Result<()> {
+        let path = self.network.sidecar.join("blocks");
+        cni_linux::file::replace(&path, &path.with_extension("new"), self.ledger.to_json().as_bytes())
+            .map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))?;
+        self.ledger.is_changed = false;
+        Ok(())
+    }
+
+    /// Asks the store, and repeats the operation while its outcome is unknown.
+    fn ask<T>(&mut self, operation: impl FnMut(&mut dyn Store) -> Answer<T>) -> Answer<T> {
+        match &mut self.opened {
+            Some(opened) => repeat(&mut *opened.store, self.machine, self.deadline, operation),
+            None => Err(Error::new(Code::INTERNAL, "the store is not open").into()),
+        }
+    }
+
+    /// Verifies the ledger if it must not be used, finishes what an earlier call has begun, or else
+    /// claims a block.
+    fn fulfil(&mut self, need: Need, in_use: &mut ListInUse<'_>) -> Answer<Obtained> {
+        if !self.ledger.is_usable(&self.host) {
+            return self.verify(in_use).map(|()| Obtained::Changed);
+        }
+        if self.finish_begun()? {
+            return Ok(Obtained::Changed);
+        }
+        for subnet in self.network.subnets() {
+            if !self.ledger.pools.contains_key(&pool::name(self.network.layer2, subnet)) {
+                self.ensure_pool(subnet)?;
+            }
+        }
+        let sets = self.network.sets;
+        let holder = match need {
+            Need::Set(position) if position < sets.len() => return self.claim_any(&sets[position]),
+            Need::Address(address) => match self.block_of(address) {
+                Some(block) => self.claim(&block)?,
+                None => None,
+            },
+            Need::Verification | Need::Set(_) => None,
+        };
+        Ok(holder.map_or(Obtained::Changed, |holder| Obtained::Taken(holder.to_string())))
+    }
+
+    /// Finishes the claims and releases that an earlier call, or this one, has begun. Returns
+    /// whether there was one.
+    fn finish_begun(&mut self) -> Answer<bool> {
+        let is_begun = |entry: &&Entry| matches!(entry.state, State::Claiming | State::Releasing(_));
+        let begun: Vec<Block> =
+            self.ledger.entries().iter().filter(is_begun).map(|entry| entry.block.clone()).collect();
+        for block in &begun {
+            self.settle(block, Seen::Unread, &[])?;
+        }
+        Ok(!begun.is_empty())
+    }
+
+    /// Makes the ledger agree with the store: pools, this node's claims, and the blocks of all
+    /// reservations.
+    fn verify(&mut self, in_use: &mut ListInUse<'_>) -> Answer<()> {
+        let node = self.ask(|store| store.node())?;
+        self.ledger.node = node.clone();
+        for subnet in self.network.subnets() {
+            self.ensure_pool(subnet)?;
+        }
+        let mut own = HashMap::new();
+        for (claim, version) in self.ask(|store| store.claims_of(&node))? {
+            if claim.network == self.network.name {
+                let block = Block { pool: claim.pool.clone(), first: claim.first, last: claim.last };
+                self.ledger.begin_claim(&block);
+                own.insert(block, self.recognise(claim, version)?);
+            }
+        }
+        let reserved = in_use()?.addresses;
+        for address in &reserved {
+            let has_entry = self.ledger.entries().iter().any(|entry| entry.block.contains(*address));
+            if let Some(block) = self.block_of(*address).filter(|_| !has_entry) {
+                self.ledger.begin_claim(&block);
+            }
+        }
+        for Entry { block, .. } in self.ledger.entries().to_vec() {
+            self.settle(&block, own.remove(&block).unwrap_or(Seen::Unread), &reserved)?;
+        }
+        self.ledger.set_verified(&self.host);
+        Ok(self.save()?)
+    }
+
+    /// Records the block size of the pool of a subnet, and creates the pool if it does not exist.
+    fn ensure_pool(&mut self, subnet: Cidr) -> Answer<()> {
+        let name = pool::name(self.network.layer2, subnet);
+        if let Some(pool) = self.ask(|store| store.pool(&name))? {
+            self.network.check_block_size(subnet, pool.block_size)?;
+            self.ledger.pools.insert(name, pool.block_size);
+            return Ok(());
+        }
+        let pools = self.ask(|store| store.pools())?;
+        let overlaps = |(other, pool): &&(String, Pool)| {
+            pool::name(self.network.layer2, pool.subnet) == *other
+                && (pool.subnet.contains(subnet.address()) || subnet.contains(pool.subnet.address()))
+        };
+        if let Some((other, _)) = pools.iter().find(overlaps) {
+            let why = "addresses would be given out twice; use the same subnet, or another layer2";
+            return Err(Error::new(Code::CONFLICT, format!("pool {name} overlaps pool {other}: {why}")).into());
+        }
+        let default_size = pool::default_block_size(self.network.addresses(subnet));
+        let block_size = self.network.block_size.unwrap_or(default_size);
+        self.network.check_block_size(subnet, block_size)?;
+        let pool = Pool { subnet, block_size, reclaim: Reclaim::default() };
+        self.ask(|store| store.create_pool(&name, &pool))?;
+        // Another node may have created the pool at the same moment, with another size.
+        self.ensure_pool(subnet)
+    }
+
+    /// Returns the name and the block size of the pool of a range, which the ledger has.
+    fn pool_of(&self, range: &Range) -> (String, u32) {
+        let name = pool::name(self.network.layer2, range.subnet());
+        let size = self.ledger.pools.get(&name).copied().unwrap_or(1);
+        (name, size)
+    }
+
+    /// Returns the block of an address, or `None` if the address is in no range.
+    fn block_of(&self, address: IpAddr) -> Option<Block> {
+        let range = self.network.sets.iter().find_map(|set| set.find(address))?;
+        let (pool, size) = self.pool_of(range);
+        Some(Block::of(&pool, size, address))
+    }
+
+    /// Returns what a claim means to this network of this node.
+    ///
+    /// # Errors
+    /// Code 102 if another machine has made the claim under this node's name, and the store does
+    /// not know this machine as the node.
+    fn recognise(&mut self, claim: Claim, version: Version) -> Answer<Seen> {
+        let (node, machine) = (&claim.node, self.host.machine.clone());
+        if *node != self.ledger.node || claim.network != self.network.name {
+            return Ok(Seen::Other(Holder { node: claim.node, network: claim.network }));
+        }
+        if claim.machine != machine && !self.is_registered {
+            if self.ask(|store| store.node_state(node))? != NodeState::Present(machine.clone()) {
+                let other = &claim.machine;
+                let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
+                let advice =
+                    format!("if that machine is off: kubectl delete ipblocks --field-selector spec.node={node}");
+                return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")).into());
+            }
+            self.is_registered = true;
+        }
+        Ok(Seen::Own(version))
+    }
+
+    /// Performs the ledger's actions on a block until it agrees with the store. Returns the holder
+    /// of a block that is not this node's. `reserved`: the addresses in use.
+    fn settle(&mut self, block: &Block, mut seen: Seen, reserved: &[IpAddr]) -> Answer<Option<Holder>> {
+        let is_reserved = block.contains_any(reserved);
+        let mut holder = None;
+        loop {
+            if let Seen::Other(other) = &seen {
+                holder = Some(other.clone());
+            }
+            let action = self.ledger.step(block, seen, is_reserved);
+            if self.ledger.is_changed {
+                self.save()?;
+            }
+            seen = match action {
+                Action::Done => return Ok(holder),
+                Action::Get => match self.ask(|store| store.get(&block.pool, block.first))? {
+                    Some((claim, version)) => self.recognise(claim, version)?,
+                    None => Seen::Absent,
+                },
+                Action::Create => {
+                    let claim = self.new_claim(block)?;
+                    match self.ask(|store| store.create(&claim))? {
+                        Created::Created(version) => Seen::Written(version),
+                        Created::Exists => Seen::Changed,
+                    }
+                }
+                Action::Swap(version) => {
+                    let claim = self.new_claim(block)?;
+                    match self.ask(|store| store.swap(&claim, &version))? {
+                        Swapped::Swapped(version) => Seen::Written(version),
+                        Swapped::Changed => Seen::Changed,
+                    }
+                }
+                Action::Delete(version) => match self.ask(|store| store.delete(&block.pool, block.first, &version))? {
+                    Deleted::Deleted | Deleted::Absent => Seen::Absent,
+                    Deleted::Changed => Seen::Changed,
+                },
+            };
+        }
+    }
+
+    /// Returns this node's claim of a block, with a new nonce.
+    fn new_claim(&self, block: &Block) -> Result<Claim> {
+        let nonce = getrandom::u64().map_err(|error| Error::caused(Code::IO, "failed to read random bytes", error))?;
+        let Block { pool, first, last } = block.clone();
+        let (node, network) = (self.ledger.node.clone(), self.network.name.to_owned());
+        let (machine, nonce) = (self.host.machine.clone(), format!("{nonce:016x}"));
+        Ok(Claim { pool, first, last, node, network, machine, nonce, absent_since: None })
+    }
+
+    /// Claims a block. Returns the holder if it is not this node's.
+    fn claim(&mut self, block: &Block) -> Answer<Option<Holder>> {
+        if let Some(State::Lost(holder)) = self.ledger.state(block) {
+            return Ok(Some(holder.clone()));
+        }
+        self.ledger.begin_claim(block);
+        self.settle(block, Seen::Unread, &[])
+    }
+
+    /// Claims a block of the set: first without a list, then one that the store lists as free, then
+    /// one of an absent node.
+    fn claim_any(&mut self, set: &RangeSet) -> Answer<Obtained> {
+        let node = self.ledger.node.clone();
+        let seed = format!("{node}/{}", self.network.name);
+        let candidates = pool::candidates(set, &|range| self.pool_of(range), &seed);
+        let unknown = candidates.filter(|block| self.ledger.state(block).is_none());
+        for block in unknown.take(MAX_REFUSALS).collect::<Vec<_>>() {
+            if self.claim(&block)?.is_none() {
+                return Ok(Obtained::Changed);
+            }
+        }
+        let (mut taken, mut rules) = (HashMap::new(), BTreeMap::new());
+        for (pool, _) in set.ranges().iter().map(|range| self.pool_of(range)).collect::<BTreeSet<_>>() {
+            for (first, node) in self.ask(|store| store.taken(&pool))? {
+                taken.insert((pool.clone(), first), node);
+            }
+            let found = self.ask(|store| store.pool(&pool))?;
+            rules.insert(pool, found.map_or(Reclaim::Never, |pool| pool.reclaim));
+        }
+        let mut holders: BTreeMap<String, Vec<Block>> = BTreeMap::new();
+        for block in pool::candidates(set, &|range| self.pool_of(range), &seed) {
+            let holder = match taken.remove(&(block.pool.clone(), block.first)) {
+                _ if self.ledger.state(&block).is_some() => node.clone(),
+                Some(holder) => holder,
+                None => match self.claim(&block)? {
+                    Some(holder) => holder.node,
+                    None => return Ok(Obtained::Changed),
+                },
+            };
+            holders.entry(holder).or_default().push(block);
+        }
+        let mut marks = Vec::new();
+        for (holder, blocks) in holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node) {
+            let state = self.ask(|store| store.node_state(holder))?;
+            for block in blocks.iter().filter(|_| matches!(state, NodeState::Absent(_))) {
+                let found = self.ask(|store| store.get(&block.pool, block.first))?;
+                let Some((claim, version)) = found.filter(|(claim, _)| claim.node == *holder) else { continue };
+                match reclaiming(&claim, rules[&block.pool], &state) {
+                    Reclaiming::Leave => marks.extend(claim.absent_since),
+                    Reclaiming::Mark(since) => {
+                        marks.push(since.clone());
+                        let marked = Claim { absent_since: Some(since), ..claim };
+                        self.ask(|store| store.swap(&marked, &version))?;
+                    }
+                    Reclaiming::Delete => {
+                        self.ask(|store| store.delete(&block.pool, block.first, &version))?;
+                        if self.claim(block)?.is_none() {
+                            return Ok(Obtained::Changed);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(Obtained::Exhausted(exhausted_text(rules.into_keys().collect(), &holders, &marks)))
     }
 }
 
-/// Takes the claim lock of the network with this sidecar.
-///
-/// # Errors
-/// - Code 11 if another process holds it until the limit or a signal.
-/// - Code 5 if the file cannot be created or locked.
-fn lock_claims(sidecar: &Path, machine: &dyn Machine, limit: Limit) -> Result<File> {
-    let path = sidecar.join("claim.lock");
-    let failed = |error| Error::caused(Code::IO, format_args!("failed to lock {}", path.display()), error);
-    DirBuilder::new().recursive(true).mode(0o700).create(sidecar).map_err(failed)?;
-    let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
-    flock::lock(file, machine, OnSigterm::Kill, limit).map_err(|refused| {
-        let holder = refused.holder.unwrap_or_else(|| "another process".to_owned());
-        let seconds = limit.length.as_secs_f32();
-        match refused.cause {
-            cause if cause.is_deadline() || cause.is_terminated() => Error::new(
-                Code::TRY_AGAIN,
-                format!("failed to lock {} within {seconds} s: {holder} claims a block", path.display()),
-            ),
-            cause => Error::caused(Code::IO, format_args!("failed to lock {}", path.display()), cause),
-        }
-    })
+/// Returns the text for a set of these pools whose blocks are all claimed. `marks` has since when
+/// the nodes of some blocks are absent.
+fn exhausted_text(pools: Vec<String>, holders: &BTreeMap<String, Vec<Block>>, marks: &[String]) -> String {
+    let total: usize = holders.values().map(Vec::len).sum();
+    let mut counts: Vec<(usize, &str)> = holders.iter().map(|(node, blocks)| (blocks.len(), node.as_str())).collect();
+    counts.sort_by_key(|(count, node)| (Reverse(*count), *node));
+    let holder = |(count, node): &(usize, &str)| match *node {
+        "" => format!("{count} are reserved by an operator"),
+        node => format!("node {node} has {count}"),
+    };
+    let most: Vec<String> = counts.iter().take(MAX_LISTED).map(holder).collect();
+    let mut text = format!("all {total} blocks of pool {} are claimed: {}", pools.join(", "), most.join(", "));
+    if let Some(since) = marks.iter().min() {
+        let count = marks.len();
+        text +=
+            &format!("; {count} belong to nodes that are absent since {since} or later, and are free an hour after");
+    }
+    text
 }

@@ -5,13 +5,24 @@
 //! - [`ledger`]: the node's own list of its blocks, with the rules of claiming and releasing.
 //! - [`cluster`]: what a plugin calls.
 
-mod claimer;
+/// Whether a test has switched a defect of the rules on, to prove that the search finds it.
+macro_rules! has_defect {
+    ($defect:ident) => {{
+        #[cfg(test)]
+        let is_on = crate::search::defect() == Some(crate::search::Defect::$defect);
+        #[cfg(not(test))]
+        let is_on = false;
+        is_on
+    }};
+}
+
 pub mod cluster;
 pub mod ledger;
 pub mod pool;
+pub mod store;
+
 #[cfg(test)]
 mod search;
-pub mod store;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]

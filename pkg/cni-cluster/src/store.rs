@@ -135,7 +135,7 @@ pub enum NodeState {
 
 /// How long [`repeat`] waits before it repeats an operation. A refused connection is refused again
 /// within microseconds.
-const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 100 });
+const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 0 } else { 100 });
 
 /// Repeats an operation until its outcome is known, the deadline has come or a signal has arrived.
 /// Each operation may be repeated: it names the version that it means, or creates one record.

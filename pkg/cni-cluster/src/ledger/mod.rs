@@ -29,17 +29,6 @@ const GRACE: u64 = 3600;
 /// The format of the ledger's file. A file with another format counts as missing.
 const FORMAT: u32 = 1;
 
-/// Whether a test has switched this defect on, to prove that the search finds the defect.
-macro_rules! has_defect {
-    ($defect:ident) => {{
-        #[cfg(test)]
-        let is_on = crate::search::defect() == Some(crate::search::Defect::$defect);
-        #[cfg(not(test))]
-        let is_on = false;
-        is_on
-    }};
-}
-
 /// The identity of this machine and of its boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
@@ -64,11 +53,11 @@ impl Host {
             text.map(|text| text.trim().to_owned())
         };
         let uptime = read("proc/uptime")?;
-        let seconds = uptime.split('.').next().and_then(|seconds| seconds.parse().ok());
         Ok(Host {
             machine: read("etc/machine-id").unwrap_or_default(),
             boot: read("proc/sys/kernel/random/boot_id")?,
-            uptime: seconds.ok_or_else(|| Error::new(Code::IO, format!("invalid /proc/uptime: {uptime:?}")))?,
+            // With the largest number, no ledger is ever trusted.
+            uptime: uptime.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(u64::MAX),
         })
     }
 }
@@ -160,6 +149,9 @@ pub struct Ledger {
     /// The block sizes of the pools by their names.
     pub pools: BTreeMap<String, u32>,
     entries: Vec<Entry>,
+    /// Whether an entry has changed since the ledger was read or written.
+    #[serde(skip)]
+    pub is_changed: bool,
 }
 
 impl Ledger {
@@ -204,12 +196,12 @@ impl Ledger {
 
     /// Records that all entries agreed with the store during this call.
     pub fn set_verified(&mut self, host: &Host) {
-        (self.boot, self.trusted_until) = (host.boot.clone(), host.uptime + TRUSTED);
+        (self.boot, self.trusted_until) = (host.boot.clone(), host.uptime.saturating_add(TRUSTED));
     }
 
     /// Allows the use of the ledger for a minute, although the store does not answer.
     pub fn extend_trust(&mut self, host: &Host) {
-        self.trusted_until = host.uptime + TRUSTED_WITHOUT_STORE;
+        self.trusted_until = host.uptime.saturating_add(TRUSTED_WITHOUT_STORE);
     }
 
     /// Returns the first and last addresses of the held blocks, sorted.
@@ -224,6 +216,7 @@ impl Ledger {
     pub fn begin_claim(&mut self, block: &Block) {
         if self.state(block).is_none() {
             self.entries.push(Entry { block: block.clone(), state: State::Claiming });
+            self.is_changed = true;
         }
     }
 
@@ -290,12 +283,10 @@ impl Ledger {
 
     /// Sets the state of a block that the ledger has. `None` removes the block.
     fn set(&mut self, block: &Block, state: Option<State>) {
-        match state {
-            None => self.entries.retain(|entry| entry.block != *block),
-            Some(state) => {
-                let entry = self.entries.iter_mut().find(|entry| entry.block == *block);
-                entry.into_iter().for_each(|entry| entry.state = state.clone());
-            }
+        if self.state(block) != state.as_ref() {
+            self.entries.retain(|entry| entry.block != *block);
+            self.entries.extend(state.map(|state| Entry { block: block.clone(), state }));
+            self.is_changed = true;
         }
     }
 

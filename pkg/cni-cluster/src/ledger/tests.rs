@@ -194,5 +194,5 @@ fn the_host_is_read_from_its_files() {
     write("etc/machine-id", "m\n");
     assert_eq!(read(), host("b1", 12_345));
     write("proc/uptime", "up\n");
-    assert_eq!(Host::read(root.path()).unwrap_err().to_string(), "invalid /proc/uptime: \"up\"");
+    assert_eq!(read().uptime, u64::MAX);
 }
