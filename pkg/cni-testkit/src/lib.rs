@@ -6,6 +6,7 @@
 //!   that print the whole call when they fail. Configurations and results are checked with the JSON
 //!   Schemas.
 //! - [`Attachment`]: one attachment and its verbs, for tests that use several.
+//! - [`cluster`]: stores of claims, a part of the Kubernetes API and real members of etcd.
 //! - [`trace`]: a run in which a program is killed, or gets an error, at a chosen system call.
 //! - [`locks`]: waits for locks of other processes.
 //! - [`program`]: writes scripts and copies programs so that they can be run at once.
@@ -29,6 +30,7 @@
 )]
 
 mod attachment;
+pub mod cluster;
 mod cost;
 pub mod deviation;
 mod invocation;

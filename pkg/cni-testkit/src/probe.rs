@@ -141,6 +141,15 @@ pub fn prometheus(program: &str) -> Result<PathBuf, String> {
     found.ok_or_else(|| format!("no {program} in the target folder: scripts/test unpacks Debian's package there"))
 }
 
+/// Returns the path of etcd, beside which etcdctl lies: the one that `scripts/test` has unpacked
+/// into the target folder, or this machine's.
+pub fn etcd() -> Result<PathBuf, String> {
+    let places = unpacked("etcd/root")?.into_iter().map(|root| root.join("usr/bin/etcd"));
+    let mut places = places.chain(["/usr/bin/etcd".into()]);
+    let found = places.find(|path| path.is_file() && path.with_file_name("etcdctl").is_file());
+    found.ok_or_else(|| "no etcd (Debian's packages etcd-server and etcd-client)".to_owned())
+}
+
 /// Returns the path of radvd, which advertises IPv6 prefixes: the one that `scripts/test` has
 /// unpacked into the target folder, or this machine's.
 pub fn radvd() -> Result<PathBuf, String> {
