@@ -1,7 +1,8 @@
 //! Blocks of addresses that the nodes of a cluster claim from a store that the cluster already has.
 //!
 //! - [`pool`]: pools and their blocks.
-//! - [`store`]: the store of claims, as a trait.
+//! - [`store`]: the store of claims, as a trait. [`open`] returns the node's own.
+//! - [`conf`]: the node's file, which names the store.
 //! - [`ledger`]: the node's own list of its blocks, with the rules of claiming and releasing.
 //! - [`cluster`]: what a plugin calls.
 
@@ -17,6 +18,10 @@ macro_rules! has_defect {
 }
 
 pub mod cluster;
+pub mod conf;
+mod etcd;
+mod http;
+mod kubernetes;
 pub mod ledger;
 pub mod pool;
 pub mod store;
@@ -27,3 +32,4 @@ mod search;
 mod testing;
 #[cfg(test)]
 mod tests;
+

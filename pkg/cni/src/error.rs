@@ -45,6 +45,9 @@ impl Code {
     /// A code of this project: what was requested (an interface name, an address) is already in
     /// use; the message names the holder.
     pub const CONFLICT: Code = Code(102);
+    /// A code of this project: a server refuses a request, and repeating the call does not help;
+    /// the message has the server's text.
+    pub const REFUSED: Code = Code(103);
     /// An internal error of the plugin.
     pub const INTERNAL: Code = Code(999);
 }

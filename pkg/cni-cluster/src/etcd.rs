@@ -1,0 +1,210 @@
+//! etcd v3 as the store of claims, through its JSON gateway.
+//!
+//! Keys are `<prefix>pools/<pool>` and `<prefix>blocks/<pool>/<first address>`, values are the JSON
+//! of a pool or claim. A claim is only written while its pool exists. etcd knows no nodes, so
+//! nothing is reclaimed automatically.
+
+use std::net::IpAddr;
+use std::time::Instant;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use cni::{Code, Error};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::http::Client;
+use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
+
+/// A record of etcd, with the key and the value in base64.
+#[derive(Deserialize)]
+struct KeyValue {
+    key: String,
+    value: String,
+    mod_revision: String,
+}
+
+/// The outcome of a change of one record.
+enum Outcome {
+    Done(Version),
+    /// The record exists, with another revision.
+    Changed,
+    Absent,
+}
+
+/// A client of the members of one etcd.
+pub(crate) struct Etcd<'m> {
+    client: Client<'m>,
+    node: Option<String>,
+    prefix: String,
+}
+
+impl<'m> Etcd<'m> {
+    pub(crate) fn new(client: Client<'m>, node: Option<String>, prefix: &str) -> Etcd<'m> {
+        Etcd { client, node, prefix: prefix.to_owned() }
+    }
+
+    fn call(&mut self, path: &str, body: &Value) -> Answer<Value> {
+        let response = self.client.send("POST", &format!("/v3/kv/{path}"), "application/json", &body.to_string())?;
+        match (response.status, response.failure()) {
+            (200, _) => response.json(),
+            // With its authentication, the gateway refuses certificates that have a CommonName.
+            (400 | 401 | 403, Failure::Refused(error)) => {
+                let details = "etcd's own authentication (etcdctl auth enable) is not supported";
+                Err(Failure::Refused(error.with_details(details)))
+            }
+            (_, failure) => Err(failure),
+        }
+    }
+
+    /// Runs one transaction: makes `change` to `key` if the key's revision of this kind is `number`
+    /// and the other condition holds, otherwise reads the key.
+    fn change(&mut self, key: &str, revision: Value, other: Option<Value>, change: Value) -> Answer<Outcome> {
+        let conditions: Vec<Value> = [revision].into_iter().chain(other).collect();
+        let read = json!([{"request_range": {"key": STANDARD.encode(key)}}]);
+        let answer = self.call("txn", &json!({"compare": conditions, "success": [change], "failure": read}))?;
+        let revision = answer["header"]["revision"].as_str();
+        let revision =
+            revision.ok_or_else(|| Failure::Unknown(format!("etcd's answer about {key} has no revision")))?;
+        // The gateway omits `false` and empty lists.
+        let kvs = &answer["responses"][0]["response_range"]["kvs"];
+        Ok(match answer["succeeded"] == true {
+            true => Outcome::Done(Version(revision.to_owned())),
+            false if kvs.is_array() => Outcome::Changed,
+            false => Outcome::Absent,
+        })
+    }
+
+    /// Writes a record that must not exist.
+    fn put_new(&mut self, key: &str, value: &impl Serialize, condition: Option<Value>) -> Answer<Created> {
+        match self.change(key, revision(key, "CREATE", "EQUAL", "0"), condition, put(key, value)?)? {
+            Outcome::Done(version) => Ok(Created::Created(version)),
+            Outcome::Changed => Ok(Created::Exists),
+            Outcome::Absent => Err(Failure::Unknown(format!("etcd did not create {key}: its pool has been deleted"))),
+        }
+    }
+
+    /// Reads one key, or all keys that begin with `key` if it ends with `/`. Only a list for the
+    /// choice of a candidate may be a moment old.
+    fn range(&mut self, key: &str, is_serializable: bool) -> Answer<Vec<KeyValue>> {
+        let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable});
+        if let Some(parent) = key.strip_suffix('/') {
+            // The first key after all that begin with the prefix: `0` follows `/`.
+            body["range_end"] = STANDARD.encode(format!("{parent}0")).into();
+        }
+        let kvs = self.call("range", &body)?["kvs"].take();
+        let wrong = |error| Failure::Unknown(format!("etcd's answer about {key}: {error}"));
+        serde_json::from_value::<Option<_>>(kvs).map(Option::unwrap_or_default).map_err(wrong)
+    }
+
+    fn pool_key(&self, pool: &str) -> String {
+        format!("{}pools/{pool}", self.prefix)
+    }
+
+    fn block_key(&self, pool: &str, first: IpAddr) -> String {
+        format!("{}blocks/{pool}/{}", self.prefix, crate::address_name(first))
+    }
+}
+
+impl Store for Etcd<'_> {
+    fn node(&mut self) -> Answer<String> {
+        if let Some(node) = &self.node {
+            return Ok(node.clone());
+        }
+        let path = "/proc/sys/kernel/hostname";
+        let name = crate::conf::read(path.as_ref()).map_err(Failure::Refused)?;
+        Ok(String::from_utf8_lossy(&name).trim().to_owned())
+    }
+
+    fn set_deadline(&mut self, deadline: Instant) {
+        self.client.set_deadline(deadline);
+    }
+
+    fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
+        let found = self.range(&self.pool_key(name), false)?;
+        found.first().map(decode).transpose()
+    }
+
+    fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
+        let prefix = self.pool_key("");
+        let named = |found: &KeyValue| Ok((text(&found.key)?.split_off(prefix.len()), decode(found)?));
+        self.range(&prefix, false)?.iter().map(named).collect()
+    }
+
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
+        self.put_new(&self.pool_key(name), pool, None)
+    }
+
+    fn create(&mut self, claim: &Claim) -> Answer<Created> {
+        let has_pool = revision(&self.pool_key(&claim.pool), "CREATE", "GREATER", "0");
+        self.put_new(&self.block_key(&claim.pool, claim.first), claim, Some(has_pool))
+    }
+
+    fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
+        let found = self.range(&self.block_key(pool, first), false)?;
+        found.first().map(versioned).transpose()
+    }
+
+    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
+        let key = self.block_key(&claim.pool, claim.first);
+        match self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim)?)? {
+            Outcome::Done(version) => Ok(Swapped::Swapped(version)),
+            Outcome::Changed | Outcome::Absent => Ok(Swapped::Changed),
+        }
+    }
+
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Deleted> {
+        let key = self.block_key(pool, first);
+        let change = json!({"request_delete_range": {"key": STANDARD.encode(&key)}});
+        Ok(match self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, change)? {
+            Outcome::Done(_) => Deleted::Deleted,
+            Outcome::Changed => Deleted::Changed,
+            Outcome::Absent => Deleted::Absent,
+        })
+    }
+
+    fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
+        // etcd finds no values. A record that another program has damaged belongs to no node.
+        let all = self.range(&format!("{}blocks/", self.prefix), false)?;
+        let claims = all.iter().filter_map(|found| versioned(found).ok());
+        Ok(claims.filter(|(claim, _)| claim.node == node).collect())
+    }
+
+    fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
+        let all = self.range(&format!("{}blocks/{pool}/", self.prefix), true)?;
+        let claims = all.iter().filter_map(|found| decode::<Claim>(found).ok());
+        Ok(claims.map(|claim| (claim.first, claim.node)).collect())
+    }
+
+    fn node_state(&mut self, _: &str) -> Answer<NodeState> {
+        Ok(NodeState::Unsupported)
+    }
+}
+
+/// Returns the condition that a key's revision of this kind compares so with `number`.
+fn revision(key: &str, kind: &str, comparison: &str, number: &str) -> Value {
+    let field = if kind == "MOD" { "mod_revision" } else { "create_revision" };
+    json!({"key": STANDARD.encode(key), "target": kind, "result": comparison, field: number})
+}
+
+/// Returns the request that writes a value.
+fn put(key: &str, value: &impl Serialize) -> Answer<Value> {
+    let encode = |error| Failure::Refused(Error::caused(Code::INTERNAL, format!("failed to encode {key}"), error));
+    let value = serde_json::to_vec(value).map_err(encode)?;
+    Ok(json!({"request_put": {"key": STANDARD.encode(key), "value": STANDARD.encode(value)}}))
+}
+
+fn text(base64: &str) -> Answer<String> {
+    let bytes = STANDARD.decode(base64).map_err(|error| Failure::Unknown(format!("etcd's answer: {error}")))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn decode<T: DeserializeOwned>(found: &KeyValue) -> Answer<T> {
+    let wrong = |error| Failure::Unknown(format!("etcd's record {}: {error}", text(&found.key).unwrap_or_default()));
+    serde_json::from_str(&text(&found.value)?).map_err(wrong)
+}
+
+fn versioned(found: &KeyValue) -> Answer<(Claim, Version)> {
+    Ok((decode(found)?, Version(found.mod_revision.clone())))
+}

@@ -1,0 +1,330 @@
+//! A blocking HTTP/1.1 client over TLS 1.3, for the few requests of one call of a plugin.
+//!
+//! It uses no proxy, no compression and no certificates of the system, and follows no redirects.
+//! Every wait ends at the deadline or with a signal.
+
+use std::borrow::Cow;
+use std::fmt::Display;
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cni::machine::Machine;
+use cni::{Code, Error};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{AlertDescription, ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::conf::{Conf, Credentials, read};
+use crate::store::{Answer, Failure};
+
+/// The longest line of a head, and the longest body of an answer, in bytes.
+const MAX_LINE: u64 = 16 << 10;
+const MAX_BODY: u64 = 16 << 20;
+
+/// How often a wait looks for a signal and at the clock.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How long one of several endpoints may take to accept a connection.
+const CONNECT: Duration = Duration::from_secs(1);
+
+/// An answer.
+#[derive(Debug, Default)]
+pub(crate) struct Response {
+    /// The method and the URL of the request, for messages.
+    request: String,
+    pub(crate) status: u16,
+    /// The server's time in seconds since 1970.
+    pub(crate) date: Option<u64>,
+    /// For how many seconds the server wants no repetition.
+    retry_after: Option<u64>,
+    /// Whether the connection can be used for another request.
+    is_reusable: bool,
+    body: Vec<u8>,
+}
+
+impl Response {
+    /// Decodes the body. A body that cannot be decoded proves nothing, so it is unknown.
+    pub(crate) fn json<T: DeserializeOwned>(&self) -> Answer<T> {
+        let wrong = |error| Failure::Unknown(format!("{}: HTTP {}, but {error}", self.request, self.status));
+        serde_json::from_slice(&self.body).map_err(wrong)
+    }
+
+    /// Returns what a status means that the operation does not expect, with the server's own text.
+    pub(crate) fn failure(&self) -> Failure {
+        let json: Value = serde_json::from_slice(&self.body).unwrap_or_default();
+        let text = ["message", "error"].into_iter().find_map(|key| json[key].as_str());
+        let text: String =
+            text.map_or_else(|| String::from_utf8_lossy(&self.body), Cow::from).chars().take(400).collect();
+        let msg = format!("{}: HTTP {}: {}", self.request, self.status, text.trim());
+        match self.status {
+            408 | 429 | 500.. => Failure::Unknown(msg),
+            _ => Failure::Refused(Error::new(Code::REFUSED, msg)),
+        }
+    }
+}
+
+/// The end of a wait.
+#[derive(Clone, Copy)]
+struct Patience<'m> {
+    machine: &'m dyn Machine,
+    deadline: Instant,
+}
+
+impl Patience<'_> {
+    fn check(&self) -> io::Result<()> {
+        if self.machine.terminated() {
+            return Err(io::Error::other("interrupted by a signal"));
+        }
+        let has_time = self.machine.now() < self.deadline;
+        if has_time { Ok(()) } else { Err(io::Error::new(ErrorKind::TimedOut, "no answer in time")) }
+    }
+
+    /// Repeats a system call while the timeout of the socket ends it.
+    fn repeat(&self, mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+        loop {
+            self.check()?;
+            match call() {
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+                outcome => return outcome,
+            }
+        }
+    }
+}
+
+/// A TCP connection whose waits end.
+struct Socket<'m>(TcpStream, Patience<'m>);
+
+impl Read for Socket<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.1.repeat(|| self.0.read(bytes))
+    }
+}
+
+impl Write for Socket<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.1.repeat(|| self.0.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+type Connection<'m> = BufReader<StreamOwned<ClientConnection, Socket<'m>>>;
+
+/// A client of one store, with at most one connection.
+pub(crate) struct Client<'m> {
+    patience: Patience<'m>,
+    tls: Arc<ClientConfig>,
+    token_file: Option<PathBuf>,
+    server_name: Option<String>,
+    /// The first one is used, or tried next.
+    endpoints: Vec<String>,
+    connection: Option<Connection<'m>>,
+}
+
+impl<'m> Client<'m> {
+    /// Reads the files that `conf` names. Connects to nothing.
+    ///
+    /// # Errors
+    /// Code 5 if a file cannot be read, 7 if it does not have what it should have.
+    pub(crate) fn new(conf: &Conf, machine: &'m dyn Machine) -> cni::Result<Client<'m>> {
+        let wrong = |path: &Path, error: &dyn Display| Error::config(format!("{}: {error}", path.display()));
+        let certificates = |path: &Path| {
+            let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
+            match found {
+                Ok(found) if found.is_empty() => Err(wrong(path, &"it has no certificate (PEM)")),
+                found => found.map_err(|error| wrong(path, &error)),
+            }
+        };
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&conf.ca_file)? {
+            roots.add(certificate).map_err(|error| wrong(&conf.ca_file, &error))?;
+        }
+        let tls = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(|error| Error::caused(Code::INTERNAL, "failed to set up TLS", error))?
+            .with_root_certificates(roots);
+        let (tls, token_file) = match &conf.credentials {
+            Credentials::Certificate(cert, key) => {
+                let private = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|error| wrong(key, &error))?;
+                (tls.with_client_auth_cert(certificates(cert)?, private).map_err(|error| wrong(cert, &error))?, None)
+            }
+            Credentials::Token(path) => (tls.with_no_client_auth(), Some(path.clone())),
+        };
+        let mut endpoints = conf.endpoints.clone();
+        endpoints.rotate_left(getrandom::u32().unwrap_or(0) as usize % conf.endpoints.len());
+        let patience = Patience { machine, deadline: machine.now() + conf.timeout };
+        let server_name = conf.server_name.clone();
+        Ok(Client { patience, tls: Arc::new(tls), token_file, server_name, endpoints, connection: None })
+    }
+
+    /// Sets the time at which every wait ends.
+    pub(crate) fn set_deadline(&mut self, deadline: Instant) {
+        self.patience.deadline = deadline;
+    }
+
+    /// Sends a request with a path and query, and a body of JSON or none. Returns the answer,
+    /// whatever its status. If the server wants a repetition later (`Retry-After`), repeats the
+    /// request then, within the deadline.
+    pub(crate) fn send(&mut self, method: &str, path: &str, accept: &str, body: &str) -> Answer<Response> {
+        let token = match &self.token_file {
+            Some(path) => read(path).map_err(Failure::Refused)?,
+            None => Vec::new(),
+        };
+        let token = String::from_utf8_lossy(&token);
+        let authorization =
+            if token.is_empty() { String::new() } else { format!("Authorization: Bearer {}\r\n", token.trim()) };
+        let rest = format!(
+            "User-Agent: cluster-local\r\n{authorization}Accept: {accept}\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        loop {
+            let mut connection = self.connection.take().map_or_else(|| self.connect(), Ok)?;
+            connection.get_mut().sock.1 = self.patience;
+            let endpoint = &self.endpoints[0];
+            let request = format!("{method} {path} HTTP/1.1\r\nHost: {endpoint}\r\n{rest}");
+            let url = format!("{method} https://{endpoint}{}", path.split('?').next().unwrap_or_default());
+            let stream = connection.get_mut();
+            let sent = stream.write_all(request.as_bytes()).and_then(|()| stream.flush());
+            let mut response = sent.and_then(|()| read_response(&mut connection)).map_err(|error| {
+                self.endpoints.rotate_left(1);
+                failure(&url, error)
+            })?;
+            response.request = url;
+            self.connection = response.is_reusable.then_some(connection);
+            let until = self.patience.machine.now() + Duration::from_secs(response.retry_after.unwrap_or(0));
+            if response.retry_after.is_none()
+                || !matches!(response.status, 429 | 503)
+                || until >= self.patience.deadline
+            {
+                return Ok(response);
+            }
+            while self.patience.machine.now() < until {
+                self.patience.check().map_err(|error| failure(&response.request, error))?;
+                thread::sleep(TICK);
+            }
+        }
+    }
+
+    /// Connects to the first endpoint that accepts.
+    fn connect(&mut self) -> Answer<Connection<'m>> {
+        let mut failures = Vec::new();
+        for left in (1..=self.endpoints.len()).rev() {
+            let Patience { machine, deadline } = self.patience;
+            let deadline = if left > 1 { deadline.min(machine.now() + CONNECT) } else { deadline };
+            match self.handshake(Patience { machine, deadline }) {
+                Ok(connection) => return Ok(connection),
+                Err(error) => match failure(&format!("failed to connect to {}", self.endpoints[0]), error) {
+                    Failure::Unknown(msg) => failures.push(msg),
+                    refused @ Failure::Refused(_) => return Err(refused),
+                },
+            }
+            self.endpoints.rotate_left(1);
+        }
+        Err(Failure::Unknown(failures.join("; ")))
+    }
+
+    /// Connects to the first endpoint of the list.
+    fn handshake(&self, patience: Patience<'m>) -> io::Result<Connection<'m>> {
+        let endpoint = self.endpoints[0].clone();
+        let host = endpoint.rsplit_once(':').map_or("", |(host, _)| host.trim_matches(['[', ']']));
+        let name = ServerName::try_from(self.server_name.as_deref().unwrap_or(host).to_owned());
+        let name = name.map_err(io::Error::other)?;
+        let mut session = ClientConnection::new(Arc::clone(&self.tls), name).map_err(io::Error::other)?;
+        // On a thread, because neither the resolution of a name nor connect(2) looks for a signal.
+        let (sender, receiver) = mpsc::channel();
+        thread::Builder::new().spawn(move || sender.send(TcpStream::connect(endpoint)))?;
+        let stream = loop {
+            patience.check()?;
+            match receiver.recv_timeout(TICK) {
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+                connected => break connected.map_err(io::Error::other)??,
+            }
+        };
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(TICK))?;
+        stream.set_write_timeout(Some(TICK))?;
+        let mut socket = Socket(stream, patience);
+        while session.is_handshaking() {
+            session.complete_io(&mut socket)?;
+        }
+        Ok(BufReader::new(StreamOwned::new(session, socket)))
+    }
+}
+
+/// Returns the failure of a connection. The rejection of a certificate does not pass.
+fn failure(doing: &str, error: io::Error) -> Failure {
+    use rustls::Error::{AlertReceived, InvalidCertificate};
+    match error.get_ref().and_then(|cause| cause.downcast_ref()) {
+        Some(AlertReceived(AlertDescription::InternalError)) => Failure::Unknown(format!("{doing}: {error}")),
+        Some(InvalidCertificate(_) | AlertReceived(_)) => Failure::Refused(Error::caused(Code::REFUSED, doing, error)),
+        _ => Failure::Unknown(format!("{doing}: {error}")),
+    }
+}
+
+/// Reads one answer. An answer with neither a length nor chunks has no body.
+///
+/// # Errors
+/// The answer is truncated, too long, or not HTTP/1.
+fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
+    let status = line(input)?;
+    let status = status.strip_prefix("HTTP/1.").and_then(|rest| rest.split(' ').nth(1)?.parse().ok());
+    let mut response = Response { status: status.ok_or_else(|| wrong("status"))?, ..Response::default() };
+    let (mut length, mut is_chunked, mut closes) = (None, false, false);
+    loop {
+        let header = line(input)?;
+        if header.is_empty() {
+            break;
+        }
+        let (name, value) = header.split_once(':').ok_or_else(|| wrong("header"))?;
+        let value = value.trim();
+        match name.to_ascii_lowercase().as_str() {
+            "content-length" => length = Some(value.parse().map_err(|_| wrong("length"))?),
+            "transfer-encoding" => is_chunked = value.eq_ignore_ascii_case("chunked"),
+            "connection" => closes = value.eq_ignore_ascii_case("close"),
+            "date" => response.date = parse_date(value),
+            "retry-after" => response.retry_after = value.parse().ok(),
+            _ => {}
+        }
+    }
+    response.is_reusable = !closes && (is_chunked || length.is_some());
+    loop {
+        let chunk = if is_chunked { line(input)? } else { String::new() };
+        let chunk = u64::from_str_radix(chunk.split(';').next().unwrap_or_default().trim(), 16);
+        let size = if is_chunked { chunk.map_err(|_| wrong("chunk"))? } else { length.unwrap_or(0) };
+        if size > MAX_BODY - response.body.len() as u64
+            || input.take(size).read_to_end(&mut response.body)? as u64 != size
+        {
+            return Err(wrong("body"));
+        }
+        if !is_chunked || (line(input)?.is_empty() && size == 0) {
+            return Ok(response);
+        }
+    }
+}
+
+/// Reads one line.
+fn line(input: &mut impl BufRead) -> io::Result<String> {
+    let mut line = String::new();
+    input.take(MAX_LINE).read_line(&mut line)?;
+    line.strip_suffix("\r\n").map(str::to_owned).ok_or_else(|| wrong("line"))
+}
+
+fn wrong(part: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, format!("the answer is not HTTP or has a wrong, truncated or huge {part}"))
+}
+
+/// Returns the seconds since 1970 of a time such as `Fri, 27 Nov 2026 17:26:27 GMT`.
+fn parse_date(text: &str) -> Option<u64> {
+    let [_, day, month, year, time, "GMT"] = text.split(' ').collect::<Vec<_>>()[..] else { return None };
+    let month = "JanFebMarAprMayJunJulAugSepOctNovDec".find(month)? / 3 + 1;
+    cni::time::parse_rfc3339(&format!("{year}-{month}-{day}T{time}Z"))
+}

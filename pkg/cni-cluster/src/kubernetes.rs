@@ -1,0 +1,240 @@
+//! The Kubernetes API as the store of claims: an object IPBlock for each claim, an IPPool for each
+//! pool. docs/kubernetes/cluster-local.yaml declares both.
+//!
+//! Reads are from etcd, through the API server, except [`Store::taken`], which its cache answers.
+
+use std::net::IpAddr;
+use std::time::Instant;
+
+use cni::Error;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::http::{Client, Response};
+use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
+
+/// The API group of the two kinds. It cannot change after a release without a migration.
+const GROUP: &str = "ipam.cni-plugins-rust.dev";
+
+/// The query of requests that write: unknown fields are errors.
+const WRITE: &str = "fieldValidation=Strict&fieldManager=cluster-local";
+
+const JSON: &str = "application/json";
+
+/// 5,000 claims take 0.5 MB as a table, and 3.2 MB as objects.
+const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
+
+/// A client of one API server.
+pub(crate) struct Kubernetes<'m> {
+    client: Client<'m>,
+    node: Option<String>,
+}
+
+/// An object with the kind-specific part `T`.
+#[derive(Deserialize)]
+struct Object<T> {
+    metadata: Metadata,
+    spec: T,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Metadata {
+    name: String,
+    resource_version: String,
+}
+
+#[derive(Deserialize)]
+struct List<T> {
+    items: Vec<Object<T>>,
+}
+
+/// What the server answers to a well-formed request.
+enum Outcome {
+    Done(Response),
+    /// There is no such object. With the server's time, in seconds since 1970.
+    Absent(Option<u64>),
+    /// The object exists already, or has another version.
+    Conflict,
+}
+
+impl Outcome {
+    /// Returns the answer, or `None` without such an object.
+    fn found(self) -> Option<Response> {
+        if let Outcome::Done(response) = self { Some(response) } else { None }
+    }
+}
+
+impl<'m> Kubernetes<'m> {
+    pub(crate) fn new(client: Client<'m>, node: Option<String>) -> Kubernetes<'m> {
+        Kubernetes { client, node }
+    }
+
+    /// Sends one request to `path`, which is relative to the API group's unless it begins with `/`.
+    fn call(&mut self, method: &str, path: &str, body: Option<Value>) -> Answer<Outcome> {
+        let path = if path.starts_with('/') { path.to_owned() } else { format!("/apis/{GROUP}/v1/{path}") };
+        let accept = if path.ends_with("includeObject=None") { TABLE } else { JSON };
+        let body = body.map_or_else(String::new, |body| body.to_string());
+        let response = self.client.send(method, &path, accept, &body)?;
+        match response.status {
+            200 | 201 => Ok(Outcome::Done(response)),
+            409 => Ok(Outcome::Conflict),
+            // Without the kind, the server answers with a text.
+            404 if response.json::<Value>().is_ok_and(|status| status["reason"] == "NotFound") => {
+                Ok(Outcome::Absent(response.date))
+            }
+            404 => Err(match response.failure() {
+                Failure::Refused(error) => {
+                    Failure::Refused(error.with_details(format!("is the API group {GROUP} installed?")))
+                }
+                unknown @ Failure::Unknown(_) => unknown,
+            }),
+            _ => Err(response.failure()),
+        }
+    }
+
+    /// Reads what `path` names: an object or a list.
+    fn read<T: DeserializeOwned>(&mut self, path: &str) -> Answer<Option<T>> {
+        self.call("GET", path, None)?.found().map(|response| response.json()).transpose()
+    }
+
+    /// Reads a list. There always is one.
+    fn list<T: DeserializeOwned>(&mut self, path: &str) -> Answer<T> {
+        self.read(path)?.ok_or_else(|| Failure::Unknown(format!("{path}: the server has no such list")))
+    }
+
+    /// Creates an object.
+    fn post(&mut self, resource: &str, object: Value) -> Answer<Created> {
+        match self.call("POST", &format!("{resource}?{WRITE}"), Some(object))? {
+            Outcome::Done(response) => Ok(Created::Created(version(&response)?)),
+            Outcome::Conflict => Ok(Created::Exists),
+            Outcome::Absent(_) => Err(Failure::Unknown(format!("failed to create {resource}: not found"))),
+        }
+    }
+}
+
+impl Store for Kubernetes<'_> {
+    fn node(&mut self) -> Answer<String> {
+        if self.node.is_none() {
+            let body = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"});
+            let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
+            let review = self.call("POST", path, Some(body))?.found();
+            let review: Value = review.map_or_else(|| Ok(Value::Null), |response| response.json())?;
+            let user = &review["status"]["userInfo"];
+            let of_kubelet = user["username"].as_str().and_then(|name| name.strip_prefix("system:node:"));
+            let of_token = user["extra"]["authentication.kubernetes.io/node-name"][0].as_str();
+            let unnamed = || {
+                let msg = format!("the credentials of user {} belong to no node: set the key node", user["username"]);
+                Failure::Refused(Error::config(msg))
+            };
+            self.node = Some(of_kubelet.or(of_token).ok_or_else(unnamed)?.to_owned());
+        }
+        Ok(self.node.clone().unwrap_or_default())
+    }
+
+    fn set_deadline(&mut self, deadline: Instant) {
+        self.client.set_deadline(deadline);
+    }
+
+    fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
+        Ok(self.read(&format!("ippools/{name}"))?.map(|object: Object<Pool>| object.spec))
+    }
+
+    fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
+        let list: List<Pool> = self.list("ippools")?;
+        Ok(list.items.into_iter().map(|object| (object.metadata.name, object.spec)).collect())
+    }
+
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
+        self.post("ippools", object("IPPool", json!({"name": name}), pool))
+    }
+
+    fn create(&mut self, claim: &Claim) -> Answer<Created> {
+        let name = name(&claim.pool, claim.first);
+        self.post("ipblocks", object("IPBlock", json!({"name": name}), claim))
+    }
+
+    fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
+        Ok(self.read(&format!("ipblocks/{}", name(pool, first)))?.map(versioned))
+    }
+
+    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
+        let name = name(&claim.pool, claim.first);
+        let object = object("IPBlock", json!({"name": name, "resourceVersion": version}), claim);
+        match self.call("PUT", &format!("ipblocks/{name}?{WRITE}"), Some(object))? {
+            Outcome::Done(response) => Ok(Swapped::Swapped(self::version(&response)?)),
+            Outcome::Conflict | Outcome::Absent(_) => Ok(Swapped::Changed),
+        }
+    }
+
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Deleted> {
+        let preconditions = json!({"resourceVersion": version});
+        let body = json!({"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions});
+        Ok(match self.call("DELETE", &format!("ipblocks/{}", name(pool, first)), Some(body))? {
+            Outcome::Done(_) => Deleted::Deleted,
+            Outcome::Conflict => Deleted::Changed,
+            Outcome::Absent(_) => Deleted::Absent,
+        })
+    }
+
+    fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
+        let list: List<Claim> = self.list(&format!("ipblocks?fieldSelector=spec.node%3D{}", encoded(node)))?;
+        Ok(list.items.into_iter().map(versioned).collect())
+    }
+
+    fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
+        let selector = format!("fieldSelector=spec.pool%3D{pool}&resourceVersion=0&includeObject=None");
+        let table: Value = self.list(&format!("ipblocks?{selector}"))?;
+        let columns = table["columnDefinitions"].as_array();
+        let column = |name: &str| columns?.iter().position(|column| column["name"] == name);
+        let (Some(first), Some(node)) = (column("First"), column("Node")) else {
+            return Err(Failure::Unknown("the table of IPBlocks has no columns First and Node".to_owned()));
+        };
+        let text = |row: &Value, column: usize| row["cells"][column].as_str().map(str::to_owned);
+        let claim = |row: &Value| Some((text(row, first)?.parse().ok()?, text(row, node).unwrap_or_default()));
+        Ok(table["rows"].as_array().into_iter().flatten().filter_map(claim).collect())
+    }
+
+    fn node_state(&mut self, name: &str) -> Answer<NodeState> {
+        match self.call("GET", &format!("/api/v1/nodes/{}", encoded(name)), None)? {
+            Outcome::Done(response) => {
+                let node: Value = response.json()?;
+                let machine = node["status"]["nodeInfo"]["machineID"].as_str().unwrap_or_default();
+                Ok(NodeState::Present(machine.to_owned()))
+            }
+            Outcome::Absent(Some(now)) => Ok(NodeState::Absent(now)),
+            _ => Err(Failure::Unknown(format!("node {name}: the server's answer has no time"))),
+        }
+    }
+}
+
+/// Returns the JSON of an object.
+fn object(kind: &str, metadata: Value, spec: &impl Serialize) -> Value {
+    json!({"apiVersion": format!("{GROUP}/v1"), "kind": kind, "metadata": metadata, "spec": spec})
+}
+
+/// Returns the version of the object in an answer.
+fn version(response: &Response) -> Answer<Version> {
+    let object: Object<Value> = response.json()?;
+    Ok(Version(object.metadata.resource_version))
+}
+
+fn versioned(object: Object<Claim>) -> (Claim, Version) {
+    (object.spec, Version(object.metadata.resource_version))
+}
+
+/// Returns the name of the object of a claim.
+fn name(pool: &str, first: IpAddr) -> String {
+    format!("{pool}.{}", crate::address_name(first))
+}
+
+/// Encodes a value for a path or a query. Another node's name comes from its claim.
+fn encoded(value: &str) -> String {
+    let encode = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => char::from(byte).to_string(),
+        b'.' if !value.starts_with('.') => ".".to_owned(),
+        _ => format!("%{byte:02X}"),
+    };
+    value.bytes().map(encode).collect()
+}

@@ -1,0 +1,141 @@
+//! What the tests of both stores share: a machine that no signal ends, and what holds of any store.
+
+#![allow(dead_code, reason = "each test program uses a part")]
+
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cni::machine::{Child, Machine, Output, RunError};
+use cni_cluster::conf::Conf;
+use cni_cluster::store::{Answer, Claim, Created, Deleted, Failure, Pool, Reclaim, Store, Swapped, Version};
+use serde_json::Value;
+
+/// A machine with the real clock, that receives a signal when a test says so.
+#[derive(Default)]
+pub(crate) struct TestMachine {
+    pub(crate) terminated: AtomicBool,
+}
+
+impl Machine for TestMachine {
+    fn is_own_netns(&self, _: &Path) -> std::io::Result<bool> {
+        Ok(false)
+    }
+    fn terminated(&self) -> bool {
+        self.terminated.load(Ordering::Relaxed)
+    }
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+    fn run(&self, _: &Child<'_>) -> Result<Output, RunError> {
+        Err(RunError::Terminated)
+    }
+}
+
+/// A machine that receives no signal.
+pub(crate) static QUIET: TestMachine = TestMachine { terminated: AtomicBool::new(false) };
+
+/// Opens the store of a node's file.
+#[track_caller]
+pub(crate) fn open(file: &Value) -> Box<dyn Store> {
+    let conf = Conf::parse(file.to_string().as_bytes()).unwrap();
+    cni_cluster::open(&conf, &QUIET).unwrap()
+}
+
+/// Opens the store of a node's file, with a deadline in so many milliseconds.
+#[track_caller]
+pub(crate) fn open_for(file: &Value, milliseconds: u64) -> Box<dyn Store> {
+    let mut store = open(file);
+    store.set_deadline(Instant::now() + Duration::from_millis(milliseconds));
+    store
+}
+
+pub(crate) fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// Returns the claim of a node for a block of one address.
+pub(crate) fn claim(pool: &str, first: &str, node: &str) -> Claim {
+    Claim {
+        pool: pool.to_owned(),
+        first: address(first),
+        last: address(first),
+        node: node.to_owned(),
+        network: "lan".to_owned(),
+        machine: "0123456789abcdef0123456789abcdef".to_owned(),
+        nonce: "0123456789abcdef".to_owned(),
+        absent_since: None,
+    }
+}
+
+/// Returns the text of a failure that may pass.
+#[track_caller]
+pub(crate) fn unknown<T: std::fmt::Debug>(answer: Answer<T>) -> String {
+    match answer {
+        Err(Failure::Unknown(text)) => text,
+        other => panic!("not unknown: {other:?}"),
+    }
+}
+
+/// Returns the code and the message of a failure that does not pass.
+#[track_caller]
+pub(crate) fn refused<T: std::fmt::Debug>(answer: Answer<T>) -> (u32, String) {
+    match answer {
+        Err(Failure::Refused(error)) => (error.code().0, format!("{}; {}", error.msg(), error.details())),
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+/// Creates the pool `name` of `subnet`.
+pub(crate) fn create_pool(store: &mut dyn Store, name: &str, subnet: &str) {
+    let pool = Pool { subnet: subnet.parse().unwrap(), block_size: 1, reclaim: Reclaim::AfterOneHour };
+    assert!(matches!(store.create_pool(name, &pool).unwrap(), Created::Created(_)));
+    assert_eq!(store.pool(name).unwrap(), Some(pool));
+}
+
+/// Creates a claim and returns its version.
+#[track_caller]
+pub(crate) fn create(store: &mut dyn Store, claim: &Claim) -> Version {
+    match store.create(claim).unwrap() {
+        Created::Created(version) => version,
+        Created::Exists => panic!("{claim:?} exists"),
+    }
+}
+
+/// What every store does with the records of a pool: `node` is the node of `store`, and `pool` does
+/// not exist yet.
+#[track_caller]
+pub(crate) fn keeps_the_contract(store: &mut dyn Store, node: &str, layer2: &str) {
+    let (v4, v6) = (format!("{layer2}.10.61.0.0-24"), format!("{layer2}.fd00-0061-0000-0000-0000-0000-0000-0000-64"));
+    assert_eq!(store.node().unwrap(), node);
+    assert_eq!(store.pool(&v4).unwrap(), None);
+    create_pool(store, &v4, "10.61.0.0/24");
+    create_pool(store, &v6, "fd00:61::/64");
+    let pool = store.pool(&v4).unwrap().unwrap();
+    assert_eq!(store.create_pool(&v4, &pool).unwrap(), Created::Exists);
+    let pools = store.pools().unwrap();
+    assert!(pools.contains(&(v4.clone(), pool)) && pools.iter().any(|(name, _)| *name == v6), "{pools:?}");
+    for (pool, first, other) in [(&v4, "10.61.0.64", "10.61.0.65"), (&v6, "fd00:61::40", "fd00:61::41")] {
+        let mut own = claim(pool, first, node);
+        assert_eq!(store.get(pool, own.first).unwrap(), None);
+        let version = create(store, &own);
+        assert_eq!(store.create(&own).unwrap(), Created::Exists);
+        assert_eq!(store.get(pool, own.first).unwrap(), Some((own.clone(), version.clone())));
+        assert!(store.claims_of(node).unwrap().contains(&(own.clone(), version.clone())));
+        assert!(store.claims_of("no-such-node").unwrap().is_empty());
+        assert_eq!(store.taken(pool).unwrap(), [(own.first, node.to_owned())]);
+        // A new version fences the old one.
+        own.nonce = "fedcba9876543210".to_owned();
+        let Swapped::Swapped(newer) = store.swap(&own, &version).unwrap() else { panic!("changed") };
+        assert_eq!(store.get(pool, own.first).unwrap(), Some((own.clone(), newer.clone())));
+        assert_eq!(store.swap(&own, &version).unwrap(), Swapped::Changed);
+        assert_eq!(store.delete(pool, own.first, &version).unwrap(), Deleted::Changed);
+        assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Deleted::Deleted);
+        assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Deleted::Absent);
+        assert_eq!(store.swap(&own, &newer).unwrap(), Swapped::Changed);
+        assert_eq!(store.taken(pool).unwrap(), []);
+        let second = create(store, &claim(pool, other, node));
+        assert_eq!(store.delete(pool, address(other), &second).unwrap(), Deleted::Deleted);
+    }
+}
