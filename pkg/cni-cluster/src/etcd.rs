@@ -9,21 +9,12 @@ use std::time::Instant;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use cni::{Code, Error};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::http::Client;
 use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
-
-/// A record of etcd, with the key and the value in base64.
-#[derive(Deserialize)]
-struct KeyValue {
-    key: String,
-    value: String,
-    mod_revision: String,
-}
 
 /// The outcome of a change of one record.
 enum Outcome {
@@ -78,7 +69,7 @@ impl<'m> Etcd<'m> {
 
     /// Writes a record that must not exist.
     fn put_new(&mut self, key: &str, value: &impl Serialize, condition: Option<Value>) -> Answer<Created> {
-        match self.change(key, revision(key, "CREATE", "EQUAL", "0"), condition, put(key, value)?)? {
+        match self.change(key, revision(key, "CREATE", "EQUAL", "0"), condition, put(key, value))? {
             Outcome::Done(version) => Ok(Created::Created(version)),
             Outcome::Changed => Ok(Created::Exists),
             Outcome::Absent => Err(Failure::Unknown(format!("etcd did not create {key}: its pool has been deleted"))),
@@ -87,15 +78,13 @@ impl<'m> Etcd<'m> {
 
     /// Reads one key, or all keys that begin with `key` if it ends with `/`. Only a list for the
     /// choice of a candidate may be a moment old.
-    fn range(&mut self, key: &str, is_serializable: bool) -> Answer<Vec<KeyValue>> {
+    fn range(&mut self, key: &str, is_serializable: bool) -> Answer<Vec<Value>> {
         let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable});
         if let Some(parent) = key.strip_suffix('/') {
             // The first key after all that begin with the prefix: `0` follows `/`.
             body["range_end"] = STANDARD.encode(format!("{parent}0")).into();
         }
-        let kvs = self.call("range", &body)?["kvs"].take();
-        let wrong = |error| Failure::Unknown(format!("etcd's answer about {key}: {error}"));
-        serde_json::from_value::<Option<_>>(kvs).map(Option::unwrap_or_default).map_err(wrong)
+        Ok(self.call("range", &body)?["kvs"].as_array().cloned().unwrap_or_default())
     }
 
     fn pool_key(&self, pool: &str) -> String {
@@ -128,7 +117,7 @@ impl Store for Etcd<'_> {
 
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
         let prefix = self.pool_key("");
-        let named = |found: &KeyValue| Ok((text(&found.key)?.split_off(prefix.len()), decode(found)?));
+        let named = |found: &Value| Ok((text(found, "key").trim_start_matches(&prefix).to_owned(), decode(found)?));
         self.range(&prefix, false)?.iter().map(named).collect()
     }
 
@@ -148,7 +137,7 @@ impl Store for Etcd<'_> {
 
     fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
         let key = self.block_key(&claim.pool, claim.first);
-        match self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim)?)? {
+        match self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim))? {
             Outcome::Done(version) => Ok(Swapped::Swapped(version)),
             Outcome::Changed | Outcome::Absent => Ok(Swapped::Changed),
         }
@@ -189,22 +178,21 @@ fn revision(key: &str, kind: &str, comparison: &str, number: &str) -> Value {
 }
 
 /// Returns the request that writes a value.
-fn put(key: &str, value: &impl Serialize) -> Answer<Value> {
-    let encode = |error| Failure::Refused(Error::caused(Code::INTERNAL, format!("failed to encode {key}"), error));
-    let value = serde_json::to_vec(value).map_err(encode)?;
-    Ok(json!({"request_put": {"key": STANDARD.encode(key), "value": STANDARD.encode(value)}}))
+fn put(key: &str, value: &impl Serialize) -> Value {
+    json!({"request_put": {"key": STANDARD.encode(key), "value": STANDARD.encode(json!(value).to_string())}})
 }
 
-fn text(base64: &str) -> Answer<String> {
-    let bytes = STANDARD.decode(base64).map_err(|error| Failure::Unknown(format!("etcd's answer: {error}")))?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+/// Returns the text that a record has in base64.
+fn text(found: &Value, field: &str) -> String {
+    let bytes = STANDARD.decode(found[field].as_str().unwrap_or_default()).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
-fn decode<T: DeserializeOwned>(found: &KeyValue) -> Answer<T> {
-    let wrong = |error| Failure::Unknown(format!("etcd's record {}: {error}", text(&found.key).unwrap_or_default()));
-    serde_json::from_str(&text(&found.value)?).map_err(wrong)
+fn decode<T: DeserializeOwned>(found: &Value) -> Answer<T> {
+    let wrong = |error| Failure::Unknown(format!("etcd's record {}: {error}", text(found, "key")));
+    serde_json::from_str(&text(found, "value")).map_err(wrong)
 }
 
-fn versioned(found: &KeyValue) -> Answer<(Claim, Version)> {
-    Ok((decode(found)?, Version(found.mod_revision.clone())))
+fn versioned(found: &Value) -> Answer<(Claim, Version)> {
+    Ok((decode(found)?, Version(found["mod_revision"].as_str().unwrap_or_default().to_owned())))
 }

@@ -30,9 +30,6 @@ const MAX_BODY: u64 = 16 << 20;
 /// How often a wait looks for a signal and at the clock.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long one of several endpoints may take to accept a connection.
-const CONNECT: Duration = Duration::from_secs(1);
-
 /// An answer.
 #[derive(Debug, Default)]
 pub(crate) struct Response {
@@ -41,8 +38,6 @@ pub(crate) struct Response {
     pub(crate) status: u16,
     /// The server's time in seconds since 1970.
     pub(crate) date: Option<u64>,
-    /// For how many seconds the server wants no repetition.
-    retry_after: Option<u64>,
     /// Whether the connection can be used for another request.
     is_reusable: bool,
     body: Vec<u8>,
@@ -137,15 +132,12 @@ impl<'m> Client<'m> {
     pub(crate) fn new(conf: &Conf, machine: &'m dyn Machine) -> cni::Result<Client<'m>> {
         let wrong = |path: &Path, error: &dyn Display| Error::config(format!("{}: {error}", path.display()));
         let certificates = |path: &Path| {
-            let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
-            match found {
-                Ok(found) if found.is_empty() => Err(wrong(path, &"it has no certificate (PEM)")),
-                found => found.map_err(|error| wrong(path, &error)),
-            }
+            let found: Vec<_> = CertificateDer::pem_slice_iter(&read(path)?).flatten().collect();
+            if found.is_empty() { Err(wrong(path, &"it has no certificate (PEM)")) } else { Ok(found) }
         };
         let mut roots = RootCertStore::empty();
-        for certificate in certificates(&conf.ca_file)? {
-            roots.add(certificate).map_err(|error| wrong(&conf.ca_file, &error))?;
+        if roots.add_parsable_certificates(certificates(&conf.ca_file)?).0 == 0 {
+            return Err(wrong(&conf.ca_file, &"its certificates cannot be used"));
         }
         let tls = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_protocol_versions(&[&rustls::version::TLS13])
@@ -171,69 +163,41 @@ impl<'m> Client<'m> {
     }
 
     /// Sends a request with a path and query, and a body of JSON or none. Returns the answer,
-    /// whatever its status. If the server wants a repetition later (`Retry-After`), repeats the
-    /// request then, within the deadline.
+    /// whatever its status. After a failure the next request goes to another endpoint.
     pub(crate) fn send(&mut self, method: &str, path: &str, accept: &str, body: &str) -> Answer<Response> {
-        let token = match &self.token_file {
-            Some(path) => read(path).map_err(Failure::Refused)?,
-            None => Vec::new(),
-        };
-        let token = String::from_utf8_lossy(&token);
-        let authorization =
-            if token.is_empty() { String::new() } else { format!("Authorization: Bearer {}\r\n", token.trim()) };
-        let rest = format!(
-            "User-Agent: cluster-local\r\n{authorization}Accept: {accept}\r\n\
-             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        loop {
-            let mut connection = self.connection.take().map_or_else(|| self.connect(), Ok)?;
-            connection.get_mut().sock.1 = self.patience;
-            let endpoint = &self.endpoints[0];
-            let request = format!("{method} {path} HTTP/1.1\r\nHost: {endpoint}\r\n{rest}");
-            let url = format!("{method} https://{endpoint}{}", path.split('?').next().unwrap_or_default());
-            let stream = connection.get_mut();
-            let sent = stream.write_all(request.as_bytes()).and_then(|()| stream.flush());
-            let mut response = sent.and_then(|()| read_response(&mut connection)).map_err(|error| {
+        let mut headers = format!("Host: {}\r\nUser-Agent: cluster-local\r\nAccept: {accept}\r\n", self.endpoints[0]);
+        if let Some(file) = &self.token_file {
+            let token = read(file).map_err(Failure::Refused)?;
+            headers += &format!("Authorization: Bearer {}\r\n", String::from_utf8_lossy(&token).trim());
+        }
+        headers += &format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
+        let url = format!("{method} https://{}{}", self.endpoints[0], path.split('?').next().unwrap_or_default());
+        match self.exchange(format!("{method} {path} HTTP/1.1\r\n{headers}\r\n{body}").as_bytes()) {
+            Ok(response) => Ok(Response { request: url, ..response }),
+            Err(error) => {
                 self.endpoints.rotate_left(1);
-                failure(&url, error)
-            })?;
-            response.request = url;
-            self.connection = response.is_reusable.then_some(connection);
-            let until = self.patience.machine.now() + Duration::from_secs(response.retry_after.unwrap_or(0));
-            if response.retry_after.is_none()
-                || !matches!(response.status, 429 | 503)
-                || until >= self.patience.deadline
-            {
-                return Ok(response);
-            }
-            while self.patience.machine.now() < until {
-                self.patience.check().map_err(|error| failure(&response.request, error))?;
-                thread::sleep(TICK);
+                Err(failure(&url, error))
             }
         }
     }
 
-    /// Connects to the first endpoint that accepts.
-    fn connect(&mut self) -> Answer<Connection<'m>> {
-        let mut failures = Vec::new();
-        for left in (1..=self.endpoints.len()).rev() {
-            let Patience { machine, deadline } = self.patience;
-            let deadline = if left > 1 { deadline.min(machine.now() + CONNECT) } else { deadline };
-            match self.handshake(Patience { machine, deadline }) {
-                Ok(connection) => return Ok(connection),
-                Err(error) => match failure(&format!("failed to connect to {}", self.endpoints[0]), error) {
-                    Failure::Unknown(msg) => failures.push(msg),
-                    refused @ Failure::Refused(_) => return Err(refused),
-                },
-            }
-            self.endpoints.rotate_left(1);
-        }
-        Err(Failure::Unknown(failures.join("; ")))
+    fn exchange(&mut self, request: &[u8]) -> io::Result<Response> {
+        let mut connection = self.connection.take().map_or_else(|| self.connect(), Ok)?;
+        let stream = connection.get_mut();
+        stream.sock.1 = self.patience;
+        stream.write_all(request)?;
+        stream.flush()?;
+        let response = read_response(&mut connection)?;
+        self.connection = response.is_reusable.then_some(connection);
+        Ok(response)
     }
 
-    /// Connects to the first endpoint of the list.
-    fn handshake(&self, patience: Patience<'m>) -> io::Result<Connection<'m>> {
+    fn connect(&self) -> io::Result<Connection<'m>> {
+        let Patience { machine, deadline } = self.patience;
+        // An endpoint that does not answer must leave time for the others.
+        let now = machine.now();
+        let share = deadline.saturating_duration_since(now) / self.endpoints.len() as u32;
+        let patience = Patience { machine, deadline: now + share };
         let endpoint = self.endpoints[0].clone();
         let host = endpoint.rsplit_once(':').map_or("", |(host, _)| host.trim_matches(['[', ']']));
         let name = ServerName::try_from(self.server_name.as_deref().unwrap_or(host).to_owned());
@@ -264,10 +228,11 @@ impl<'m> Client<'m> {
 fn failure(doing: &str, error: io::Error) -> Failure {
     use rustls::Error::{AlertReceived, InvalidCertificate};
     match error.get_ref().and_then(|cause| cause.downcast_ref()) {
-        Some(AlertReceived(AlertDescription::InternalError)) => Failure::Unknown(format!("{doing}: {error}")),
-        Some(InvalidCertificate(_) | AlertReceived(_)) => Failure::Refused(Error::caused(Code::REFUSED, doing, error)),
-        _ => Failure::Unknown(format!("{doing}: {error}")),
+        Some(InvalidCertificate(_)) => {}
+        Some(AlertReceived(alert)) if *alert != AlertDescription::InternalError => {}
+        _ => return Failure::Unknown(format!("{doing}: {error}")),
     }
+    Failure::Refused(Error::caused(Code::REFUSED, doing, error))
 }
 
 /// Reads one answer. An answer with neither a length nor chunks has no body.
@@ -291,7 +256,6 @@ fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
             "transfer-encoding" => is_chunked = value.eq_ignore_ascii_case("chunked"),
             "connection" => closes = value.eq_ignore_ascii_case("close"),
             "date" => response.date = parse_date(value),
-            "retry-after" => response.retry_after = value.parse().ok(),
             _ => {}
         }
     }
