@@ -10,7 +10,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use cni_cluster::conf::Conf;
-use cni_cluster::store::{Created, Deleted, NodeState, Store, Swapped, Version};
+use cni_cluster::store::{Claim, Created, Deleted, NodeState, Store, Swapped, Version};
 use cni_testkit::cluster::{ApiServer, Authority, Fault};
 use cni_testkit::{patience, unprovoked};
 use common::{
@@ -27,6 +27,39 @@ fn node1() -> (ApiServer, Value, Box<dyn Store>) {
     let mut store = open(&file);
     create_pool(&mut *store, POOL, "10.61.0.0/24");
     (server, file, store)
+}
+
+#[test]
+fn the_manifest_declares_what_the_client_sends_and_reads() {
+    let manifest = include_str!("../../../docs/kubernetes/cluster-local.yaml");
+    let documents: Vec<&str> = manifest.split("\n---\n").collect();
+    let of_kind = |name: &str| {
+        let found =
+            documents.iter().find(|document| document.contains(&format!("name: {name}.ipam.cni-plugins-rust.dev\n")));
+        let (head, schema) = found.expect(name).split_once("openAPIV3Schema:").unwrap();
+        assert!(head.contains("group: ipam.cni-plugins-rust.dev\n") && head.contains("- name: v1\n"), "{head}");
+        (head, schema)
+    };
+    let (server, _, mut store) = node1();
+    let marked = Claim { absent_since: Some("2026-11-27T17:26:27Z".to_owned()), ..claim(POOL, "10.61.0.64", "node1") };
+    create(&mut *store, &marked);
+    for resource in ["ippools", "ipblocks"] {
+        let (_, schema) = of_kind(resource);
+        let (_, spec) = server.specs(resource).pop_first().unwrap();
+        for field in spec.as_object().unwrap().keys() {
+            assert!(schema.contains(&format!("                {field}: {{ type: ")), "{resource} has no field {field}");
+        }
+    }
+    // Claim selectors, and the columns of the table.
+    let (head, _) = of_kind("ipblocks");
+    for wanted in [
+        "- jsonPath: .spec.pool",
+        "- jsonPath: .spec.node",
+        "name: First, type: string, jsonPath: .spec.first",
+        "name: Node, type: string, jsonPath: .spec.node",
+    ] {
+        assert!(head.contains(wanted), "{wanted}");
+    }
 }
 
 /// Answers every request with this status and body.
