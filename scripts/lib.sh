@@ -39,7 +39,10 @@ packages_of() {
         dpkg-deb) echo dpkg ;;
         sha256sum) echo coreutils ;;
         # Cross compilers, with their libraries: arm-linux-gnueabihf-gcc.
-        *-linux-*-gcc) echo "gcc-${1%-gcc}" "libc6-dev-$(cross_arch "${1%-gcc}")-cross" ;;
+        *-linux-*-gcc)
+            local triple=${1%-gcc}
+            echo "gcc-${triple//_/-}" "libc6-dev-$(cross_arch "$triple")-cross"
+            ;;
         *) echo "$1" ;;
     esac
 }
@@ -47,6 +50,8 @@ packages_of() {
 # Debian's name of the architecture that a compiler's triple is for.
 cross_arch() {
     case $1 in
+        x86_64-*) echo amd64 ;;
+        aarch64-*) echo arm64 ;;
         arm-*) echo armhf ;;
         powerpc64le-*) echo ppc64el ;;
         *) echo "${1%%-*}" ;;
