@@ -309,6 +309,8 @@ fn hostile_answers_are_unknown() {
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n",
         "HTTP/1.1 200 OK\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{\"items\": []}",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n{\"items\": []}\r\n",
         &huge,
     ] {
         let bytes = answer.as_bytes().to_vec();
