@@ -84,7 +84,7 @@ impl<'m> Etcd<'m> {
             // The first key after all that begin with the prefix: `0` follows `/`.
             body["range_end"] = STANDARD.encode(format!("{parent}0")).into();
         }
-        Ok(self.call("range", &body)?["kvs"].as_array().cloned().unwrap_or_default())
+        Ok(records(self.call("range", &body)?))
     }
 
     fn pool_key(&self, pool: &str) -> String {
@@ -182,6 +182,11 @@ fn put(key: &str, value: &impl Serialize) -> Value {
     json!({"request_put": {"key": STANDARD.encode(key), "value": STANDARD.encode(json!(value).to_string())}})
 }
 
+/// Returns the records of an answer to a range request. The gateway omits an empty list.
+pub(crate) fn records(mut answer: Value) -> Vec<Value> {
+    serde_json::from_value(answer["kvs"].take()).unwrap_or_default()
+}
+
 /// Returns the text that a record has in base64.
 fn text(found: &Value, field: &str) -> String {
     let bytes = STANDARD.decode(found[field].as_str().unwrap_or_default()).unwrap_or_default();
@@ -193,6 +198,6 @@ fn decode<T: DeserializeOwned>(found: &Value) -> Answer<T> {
     serde_json::from_str(&text(found, "value")).map_err(wrong)
 }
 
-fn versioned(found: &Value) -> Answer<(Claim, Version)> {
+pub(crate) fn versioned(found: &Value) -> Answer<(Claim, Version)> {
     Ok((decode(found)?, Version(found["mod_revision"].as_str().unwrap_or_default().to_owned())))
 }

@@ -40,7 +40,7 @@ pub(crate) struct Response {
     pub(crate) date: Option<u64>,
     /// Whether the connection can be used for another request.
     is_reusable: bool,
-    body: Vec<u8>,
+    pub(crate) body: Vec<u8>,
 }
 
 impl Response {
@@ -239,7 +239,7 @@ fn failure(doing: &str, error: io::Error) -> Failure {
 ///
 /// # Errors
 /// The answer is truncated, too long, or not HTTP/1.
-fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
+pub(crate) fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
     let status = line(input)?;
     let status = status.strip_prefix("HTTP/1.").and_then(|rest| rest.split(' ').nth(1)?.parse().ok());
     let mut response = Response { status: status.ok_or_else(|| wrong("status"))?, ..Response::default() };

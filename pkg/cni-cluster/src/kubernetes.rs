@@ -186,14 +186,8 @@ impl Store for Kubernetes<'_> {
     fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
         let selector = format!("fieldSelector=spec.pool%3D{pool}&resourceVersion=0&includeObject=None");
         let table: Value = self.list(&format!("ipblocks?{selector}"))?;
-        let columns = table["columnDefinitions"].as_array();
-        let column = |name: &str| columns?.iter().position(|column| column["name"] == name);
-        let (Some(first), Some(node)) = (column("First"), column("Node")) else {
-            return Err(Failure::Unknown("the table of IPBlocks has no columns First and Node".to_owned()));
-        };
-        let text = |row: &Value, column: usize| row["cells"][column].as_str().map(str::to_owned);
-        let claim = |row: &Value| Some((text(row, first)?.parse().ok()?, text(row, node).unwrap_or_default()));
-        Ok(table["rows"].as_array().into_iter().flatten().filter_map(claim).collect())
+        let wrong = || Failure::Unknown("the table of IPBlocks has no columns First and Node".to_owned());
+        taken(&table).ok_or_else(wrong)
     }
 
     fn node_state(&mut self, name: &str) -> Answer<NodeState> {
@@ -222,6 +216,24 @@ fn version(response: &Response) -> Answer<Version> {
 
 fn versioned(object: Object<Claim>) -> (Claim, Version) {
     (object.spec, Version(object.metadata.resource_version))
+}
+
+/// Returns the first addresses and nodes in a table of claims; `None` if the table has no such
+/// columns.
+pub(crate) fn taken(table: &Value) -> Option<Vec<(IpAddr, String)>> {
+    let columns = table["columnDefinitions"].as_array()?;
+    let column = |name: &str| columns.iter().position(|column| column["name"] == name);
+    let (first, node) = (column("First")?, column("Node")?);
+    let text = |row: &Value, column: usize| row["cells"][column].as_str().map(str::to_owned);
+    let claim = |row: &Value| Some((text(row, first)?.parse().ok()?, text(row, node).unwrap_or_default()));
+    Some(table["rows"].as_array().into_iter().flatten().filter_map(claim).collect())
+}
+
+/// Returns the claims in a list.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn claims(body: &[u8]) -> Vec<Claim> {
+    let list: Option<List<Claim>> = serde_json::from_slice(body).ok();
+    list.into_iter().flat_map(|list| list.items).map(|object| object.spec).collect()
 }
 
 /// Returns the name of the object of a claim.

@@ -20,6 +20,8 @@ macro_rules! has_defect {
 pub mod cluster;
 pub mod conf;
 mod etcd;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod http;
 mod kubernetes;
 pub mod ledger;

@@ -15,6 +15,7 @@
 )]
 
 pub mod advertisement;
+pub mod answer;
 pub mod args;
 pub mod cache;
 pub mod config;
@@ -27,6 +28,7 @@ mod input;
 pub mod iptables;
 mod machine;
 pub mod nft;
+pub mod node_file;
 pub mod proc;
 pub mod resolv;
 pub mod result;
@@ -39,8 +41,9 @@ pub mod tuning;
 pub type Target = fn(&[u8]);
 
 /// All targets, each with the name of its archive in `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 18] = [
+pub const TARGETS: [(&str, Target); 20] = [
     ("advertisement", advertisement::run),
+    ("answer", answer::run),
     ("args", args::run),
     ("cache", cache::run),
     ("config", config::run),
@@ -51,6 +54,7 @@ pub const TARGETS: [(&str, Target); 18] = [
     ("index", index::run),
     ("iptables", iptables::run),
     ("nft", nft::run),
+    ("node_file", node_file::run),
     ("proc", proc::run),
     ("resolv", resolv::run),
     ("result", result::run),

@@ -1,0 +1,22 @@
+//! For pkg/cni-fuzz: reads answers of the stores.
+
+use std::io::BufRead;
+
+use crate::store::Claim;
+use crate::{etcd, http, kubernetes};
+
+/// Reads an answer. Returns its status, the server's time and the body, or `None` if it is refused.
+pub fn read_answer(mut input: impl BufRead) -> Option<(u16, Option<u64>, Vec<u8>)> {
+    let response = http::read_response(&mut input).ok()?;
+    // Either failure has a text.
+    drop(response.failure());
+    Some((response.status, response.date, response.body))
+}
+
+/// Decodes the body of an answer in all ways. Returns the claims in it.
+pub fn claims(body: &[u8]) -> Vec<Claim> {
+    let Ok(json) = serde_json::from_slice(body) else { return Vec::new() };
+    drop(kubernetes::taken(&json));
+    let in_etcd = etcd::records(json).into_iter().filter_map(|found| Some(etcd::versioned(&found).ok()?.0));
+    kubernetes::claims(body).into_iter().chain(in_etcd).collect()
+}
