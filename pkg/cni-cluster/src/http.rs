@@ -292,3 +292,42 @@ fn parse_date(text: &str) -> Option<u64> {
     let month = "JanFebMarAprMayJunJulAugSepOctNovDec".find(month)? / 3 + 1;
     cni::time::parse_rfc3339(&format!("{year}-{month}-{day}T{time}Z"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_that_is_cut_anywhere_is_refused() {
+        for answer in [
+            "HTTP/1.1 200 OK\r\nDate: Fri, 27 Nov 2026 17:26:27 GMT\r\nContent-Length: 13\r\n\r\n{\"items\": []}",
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n9;a=b\r\n{\"items\":\r\n4\r\n []}\r\n0\r\n\r\n",
+        ] {
+            let read = |length: usize| read_response(&mut &answer.as_bytes()[..length]);
+            let response = read(answer.len()).unwrap();
+            assert_eq!((response.status, response.body.as_slice()), (200, &b"{\"items\": []}"[..]));
+            assert!(response.is_reusable);
+            for length in 0..answer.len() {
+                assert!(read(length).is_err(), "{length} bytes of {answer:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_server_that_closes_gets_no_other_request() {
+        for (headers, expected) in
+            [("Content-Length: 0", true), ("X: y", false), ("Connection: close\r\nContent-Length: 0", false)]
+        {
+            let answer = format!("HTTP/1.1 404 Not Found\r\n{headers}\r\n\r\n");
+            assert_eq!(read_response(&mut answer.as_bytes()).unwrap().is_reusable, expected, "{headers}");
+        }
+    }
+
+    #[test]
+    fn the_date_of_an_answer_is_read() {
+        assert_eq!(parse_date("Fri, 27 Nov 2026 17:26:27 GMT"), Some(1_795_800_387));
+        for wrong in ["", "Fri, 27 Nov 2026 17:26:27", "Fri, 27 nov 2026 17:26:27 GMT", "27 Nov 2026 17:26:27 GMT"] {
+            assert_eq!(parse_date(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,5 +1,5 @@
-//! The node's file of cluster-local. Every refusal has code 7. A file that is accepted has between 1
-//! and 16 endpoints, each with a host and a port, and is refused with an unknown key.
+//! The node's file of cluster-local. Every refusal has code 7. A file that is accepted has between
+//! 1 and 16 endpoints, each with a host and a port, and is refused with an unknown key.
 
 use cni::Code;
 use cni_cluster::conf::Conf;
