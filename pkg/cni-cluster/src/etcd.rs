@@ -92,7 +92,7 @@ impl<'m> Etcd<'m> {
     }
 
     fn block_key(&self, pool: &str, first: IpAddr) -> String {
-        format!("{}blocks/{pool}/{}", self.prefix, crate::address_name(first))
+        format!("{}blocks/{pool}/{}", self.prefix, crate::pool::address_name(first))
     }
 }
 

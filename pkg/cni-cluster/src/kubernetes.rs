@@ -238,7 +238,7 @@ pub(crate) fn claims(body: &[u8]) -> Vec<Claim> {
 
 /// Returns the name of the object of a claim.
 fn name(pool: &str, first: IpAddr) -> String {
-    format!("{pool}.{}", crate::address_name(first))
+    format!("{pool}.{}", crate::pool::address_name(first))
 }
 
 /// Encodes a value for a path or a query. Another node's name comes from its claim.

@@ -35,3 +35,21 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
+use cni::machine::Machine;
+
+use conf::{Conf, Kind};
+use store::Store;
+
+/// Returns the store that the node's file names. Reads the files with the credentials, and sends
+/// nothing yet. The deadline is `conf.timeout` from now.
+///
+/// # Errors
+/// Code 5 if a file cannot be read, 7 if it does not have what it should have.
+pub fn open<'m>(conf: &Conf, machine: &'m dyn Machine) -> cni::Result<Box<dyn Store + 'm>> {
+    let client = http::Client::new(conf, machine)?;
+    let node = conf.node.clone();
+    Ok(match &conf.kind {
+        Kind::Kubernetes => Box::new(kubernetes::Kubernetes::new(client, node)),
+        Kind::Etcd(prefix) => Box::new(etcd::Etcd::new(client, node, prefix)),
+    })
+}
