@@ -5,6 +5,7 @@
 //! a released address stays unused as long as possible. A runtime may request one address for each
 //! set, in several places ([`Requested`]).
 
+use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
 
@@ -60,6 +61,13 @@ pub(crate) fn next_in_round_robin<E>(
         }
     }
     Ok(None)
+}
+
+/// Whether a block has an address of the set that can be allocated and is not one of `occupied`,
+/// which are sorted. The blocks are sorted too.
+pub fn has_free(set: &RangeSet, blocks: &[(IpAddr, IpAddr)], occupied: &[IpAddr]) -> bool {
+    let is_occupied = |address| Ok::<_, Infallible>(occupied.binary_search(&address).is_ok());
+    matches!(next_in_round_robin(set, blocks, None, is_occupied), Ok(Some(_)))
 }
 
 /// The requested addresses of each source, such as `runtimeConfig.ips`. The sources are in the
@@ -141,7 +149,6 @@ mod tests {
     use proptest::prelude::*;
     use std::cell::RefCell;
     use std::collections::BTreeSet;
-    use std::convert::Infallible;
     use std::rc::Rc;
 
     fn ip(text: &str) -> IpAddr {
@@ -235,8 +242,9 @@ mod tests {
             last = Some(next);
         }
         assert_eq!(allocated, ["10.1.200.0", "10.1.200.1", "10.0.0.6", "10.0.0.7"].map(ip));
-        let nothing = next_in_round_robin(&pool, &[], last, |_| Ok::<_, Infallible>(false));
-        assert_eq!(nothing, Ok(None));
+        assert!(has_free(&pool, &blocks, &["10.0.0.6", "10.0.0.7", "10.1.200.0"].map(ip)));
+        assert!(!has_free(&pool, &blocks, &["10.0.0.6", "10.0.0.7", "10.1.200.0", "10.1.200.1"].map(ip)));
+        assert!(!has_free(&pool, &[], &[]));
     }
 
     #[test]

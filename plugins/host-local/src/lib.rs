@@ -126,6 +126,22 @@ impl<'a> Reservations<'a> {
         self.store.sidecar()
     }
 
+    /// Returns the occupied addresses, sorted, or none if the folder cannot be read. Takes no lock.
+    pub fn occupied(&self) -> Vec<IpAddr> {
+        self.store.occupied()
+    }
+
+    /// Releases the reservations of the call's attachment, and returns their addresses.
+    ///
+    /// # Errors
+    /// As [`Locked::release`]; code 11 if the lock is held for too long.
+    pub fn release(&self, call: &Call<'_>) -> Result<Vec<IpAddr>> {
+        match self.store.lock_existing(self.lock_timeout, self.machine)? {
+            Some(mut locked) => locked.release(&owner(call)),
+            None => Ok(Vec::new()),
+        }
+    }
+
     /// Locks the store, and creates its folder if it does not exist.
     ///
     /// # Errors
@@ -156,18 +172,6 @@ pub fn add_with<'a>(call: &'a Call<'_>, reserve: impl FnOnce(&Request<'_>) -> Re
     let ips = lease.addresses.iter().filter_map(|(range, address)| ip_config(range, *address));
     let result = AddResult { ips: ips.collect(), routes, dns, ..AddResult::default() };
     Ok(Added { result, rollback })
-}
-
-/// Releases the reservations of the call's attachment, and returns their addresses.
-///
-/// # Errors
-/// As [`Locked::release`]; code 11 if the lock is held for too long.
-pub fn release(call: &Call<'_>) -> Result<Vec<IpAddr>> {
-    let Reservations { store, lock_timeout, machine } = Reservations::read(call)?;
-    match store.lock_existing(lock_timeout, machine)? {
-        Some(mut locked) => locked.release(&owner(call)),
-        None => Ok(Vec::new()),
-    }
 }
 
 impl Plugin for HostLocal {
@@ -252,7 +256,7 @@ impl Plugin for HostLocal {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        release(call).map(drop)
+        Reservations::read(call)?.release(call).map(drop)
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {

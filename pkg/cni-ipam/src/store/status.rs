@@ -78,7 +78,7 @@ impl Store {
         if !by_names.iter().any(Usage::is_exhausted) {
             return Ok(by_names);
         }
-        Ok(match self.occupied() {
+        Ok(match self.scan() {
             Some(occupied) => usage_of(sets, &occupied),
             None => by_names,
         })
@@ -87,8 +87,7 @@ impl Store {
     /// Returns the usage of each set according to the records of the index. Returns `None` if the
     /// index does not describe the folder.
     fn usage_by_index(&self, sets: &RangeSets) -> Option<Vec<Usage>> {
-        let occupied = index::peek(&self.index_path(), || self.stamp(), Index::occupied)?;
-        Some(usage_of(sets, &occupied))
+        Some(usage_of(sets, &self.peek()?))
     }
 
     /// Returns the present stamp of the folder, or `None` if the folder cannot be read.
@@ -112,9 +111,22 @@ impl Store {
         self.names().map(|names| names.len())
     }
 
+    /// Returns the occupied addresses, sorted, or none if the folder cannot be read. Takes no lock.
+    pub fn occupied(&self) -> Vec<IpAddr> {
+        let mut occupied = self.peek().or_else(|| self.scan()).unwrap_or_default();
+        occupied.sort_unstable();
+        occupied
+    }
+
+    /// Returns the occupied addresses according to the records of the index, or `None` if the index
+    /// does not describe the folder.
+    fn peek(&self) -> Option<Vec<IpAddr>> {
+        index::peek(&self.index_path(), || self.stamp(), Index::occupied)
+    }
+
     /// Returns the addresses whose files are not blank, or `None` if the folder cannot be read.
     /// Reads only files that are new or changed since their record in the index.
-    fn occupied(&self) -> Option<Vec<IpAddr>> {
+    fn scan(&self) -> Option<Vec<IpAddr>> {
         let folder = File::open(self.path()).ok()?;
         let known = index::old_records(&self.index_path(), &self.options.host);
         let records = index::scan(self.path(), &folder, &known).ok()?;

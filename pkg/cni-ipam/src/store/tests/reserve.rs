@@ -274,10 +274,11 @@ fn a_set_without_an_address_in_the_blocks_is_named() {
     assert_eq!(add_in(&net, "b", &pools, &[v4, v6]), shortage(1));
     assert_eq!(add_in(&net, "b", &sets(&["10.0.0.0/24"]), &[v4]), Ok("10.0.0.9 ".to_owned()));
     assert_eq!(add_in(&net, "c", &sets(&["10.0.0.0/24"]), &[v4]), shortage(0));
-    assert_eq!(
-        net.lock().occupied().unwrap(),
-        ["10.0.0.8", "10.0.0.9", "fd00::8"].map(|ip| ip.parse::<IpAddr>().unwrap())
-    );
+    let occupied = ["10.0.0.8", "10.0.0.9", "fd00::8"].map(|ip| ip.parse::<IpAddr>().unwrap());
+    assert_eq!(net.lock().occupied().unwrap(), occupied);
+    assert_eq!(net.store.occupied(), occupied);
+    fs::remove_file(net.index()).unwrap();
+    assert_eq!(net.store.occupied(), occupied);
 }
 
 #[test]
