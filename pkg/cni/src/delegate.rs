@@ -164,14 +164,16 @@ impl<'a> Delegate<'a> {
         self.decode_result(&stdout).map_err(Failure::Unanswered)
     }
 
-    /// Whether the attachment already has addresses, which ADD will return again: the delegate is
-    /// host-local, `ipam` has `"reuse": true`, and CHECK succeeds or answers with code 101.
+    /// Whether the attachment already has addresses, which ADD will return again: the delegate
+    /// [keeps reservations](keeps_reservations), `ipam` has `"reuse": true`, and CHECK succeeds or
+    /// answers with code 101.
     ///
     /// # Errors
     /// Those of [`interpret`] if CHECK gives no answer, or answers with code 5, 11 or 100.
     fn has_reusable_addresses(&self) -> Result<bool> {
         // For another IPAM plugin, the key and the codes from 100 can mean something else.
-        if self.program.file_name() != Some(OsStr::new("host-local")) {
+        let name = self.program.file_name().and_then(OsStr::to_str);
+        if !name.is_some_and(keeps_reservations) {
             return Ok(false);
         }
         let reuse = self.conf.json().get("ipam").and_then(|ipam| ipam.get("reuse"));
@@ -270,6 +272,12 @@ impl<'a> Delegate<'a> {
         let msg = format!("{}: the result of its ADD cannot be used: {why}", self.program.display());
         Error::new(Code::DECODE, msg).with_details(excerpt(stdout))
     }
+}
+
+/// Whether the IPAM plugin of this name keeps reservations as host-local does: in its folder, with
+/// its keys and its codes.
+pub fn keeps_reservations(kind: &str) -> bool {
+    ["host-local", "cluster-local"].contains(&kind)
 }
 
 /// Checks that a plugin's `type` is a file name, not a path.

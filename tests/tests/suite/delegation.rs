@@ -220,6 +220,7 @@ fn with_reuse_the_code_of_check_decides_about_add_and_del() {
     for code in [5, 11, 100] {
         assert_eq!(asked(code), "CHECK\n", "code {code}");
     }
+    assert_eq!(asked_of("cluster-local", 101), "CHECK\nADD\n");
     // Another IPAM plugin can use the key and the codes from 100 for something else.
     assert_eq!(asked_of("odd-ipam", 101), "ADD\nDEL\n");
 }

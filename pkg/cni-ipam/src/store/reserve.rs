@@ -98,8 +98,9 @@ impl Locked {
     }
 
     /// Reserves like [`reserve`](Locked::reserve), but only addresses that are in one of `blocks`.
-    /// Each is a first and a last address; they are sorted and do not overlap. An address that the owner has already may be in none.
-    /// Returns the first set without an address in the blocks; then nothing is reserved.
+    /// Each block is a first and a last address; they are sorted and do not overlap. An address
+    /// that the owner has already may be in none. Returns the first set without an address in the
+    /// blocks; then nothing is reserved.
     ///
     /// # Errors
     /// As [`reserve`](Locked::reserve), except those of a [`Shortage`].

@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::path::Path;
 
+use cni::delegate::keeps_reservations;
 use cni::json::Json;
 use cni::result::{AddResult, Interface, Route};
 use cni::{AttachmentId, Cidr};
@@ -218,14 +219,14 @@ impl AttachmentReport {
         }
     }
 
-    /// If the configuration of the ADD uses host-local, adds the addresses of the result that are
-    /// not reserved. Another network of this name may have left its reservations.
+    /// If the IPAM plugin of the ADD keeps reservations, adds the addresses of the result that are not
+    /// reserved. Another network of this name may have left its reservations.
     fn add_missing_reservations(&mut self, entry: &Entry, result: &AddResult) {
-        let uses_host_local = plugins_in(&entry.config).iter().any(|plugin| {
+        let has_reservations = plugins_in(&entry.config).iter().any(|plugin| {
             let ipam_type = plugin.get("ipam").and_then(|ipam| ipam.get("type"));
-            ipam_type.and_then(Json::as_str) == Some("host-local")
+            ipam_type.and_then(Json::as_str).is_some_and(keeps_reservations)
         });
-        for ip in result.ips.iter().filter(|_| uses_host_local) {
+        for ip in result.ips.iter().filter(|_| has_reservations) {
             let address = ("address", json!(ip.address.address()));
             if !self.facts.iter().any(|fact| fact.kind == RESERVATION && fact.fields.contains(&address)) {
                 let problem = "in the result, but not reserved for this attachment";

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cni::config::NetConf;
+use cni::delegate::keeps_reservations;
 use cni::rollback::Notes;
 use cni::{Error, ident};
 use cni_ipam::store::{self, DEFAULT_DATA_DIR, Usage};
@@ -135,7 +136,7 @@ impl IpamContext<'_> {
         for plugin in list.plugins() {
             // `cnitool validate` reports an invalid configuration.
             let Ok(conf) = list.request(plugin, capability_args).and_then(NetConf::parse) else { continue };
-            if plugin.kind() != "host-local" && conf.ipam_type() != "host-local" {
+            if !keeps_reservations(plugin.kind()) && !keeps_reservations(conf.ipam_type()) {
                 continue;
             }
             let network = list.name().to_owned();

@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use cni::Cidr;
 use cni::config::NetConf;
+use cni::delegate::keeps_reservations;
 use cni::rollback::Notes;
 use cni::skel::{Plugin, Role};
 use cni::version::Version;
@@ -166,12 +167,13 @@ impl ListedPlugin<'_> {
     }
 
     /// Checks the keys about addresses, routes, gateways and the MTU of a plugin that creates an
-    /// interface. Reports nothing for IPAM plugins other than host-local, because their addresses
-    /// are not known. `plugin` is this plugin's code.
+    /// interface. Reports nothing for IPAM plugins that do not [keep
+    /// reservations](keeps_reservations), because their addresses are not known. `plugin` is this
+    /// plugin's code.
     fn check_addressing(&self, plugin: &dyn Plugin, earlier: &Earlier, version: Option<Version>) -> Vec<Problem> {
         match self.ipam {
             "" => return self.check_without_ipam(version),
-            "host-local" => {}
+            ipam if keeps_reservations(ipam) => {}
             _ => return Vec::new(),
         }
         if earlier.may_add_addresses {
@@ -261,7 +263,7 @@ impl ListedPlugin<'_> {
     fn has_only_ipv4(&self) -> bool {
         match self.ipam {
             "dhcp" => true,
-            "host-local" => {
+            ipam if keeps_reservations(ipam) => {
                 let sets = self.pool().and_then(|pool| pool.ranges);
                 sets.is_some_and(|sets| sets.sets().iter().all(RangeSet::is_ipv4))
             }
@@ -288,7 +290,7 @@ impl ListedPlugin<'_> {
     /// Returns the folder and the ranges in which host-local would reserve addresses, or `None` if
     /// the plugin does not use host-local or the configuration of host-local is invalid.
     fn pool(&self) -> Option<Pool> {
-        if self.kind != "host-local" && self.ipam != "host-local" {
+        if !keeps_reservations(self.kind) && !keeps_reservations(self.ipam) {
             return None;
         }
         let conf = NetConf::parse(self.request.to_string()).ok()?;
@@ -314,8 +316,8 @@ impl ListedPlugin<'_> {
 /// invalid or has no ranges.
 fn simulate_add(plugin: &dyn Plugin, request: &Value, earlier_addresses: &[Cidr]) -> Vec<Result<(), String>> {
     let outcome = NetConf::parse(request.to_string()).and_then(|conf| {
-        let is_host_local = conf.ipam_type() == "host-local";
-        let results = if is_host_local { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
+        let results =
+            if keeps_reservations(conf.ipam_type()) { plugin_host_local::possible_results(&conf)? } else { Vec::new() };
         plugin.examine_answers(&conf, &results, earlier_addresses)
     });
     match outcome {

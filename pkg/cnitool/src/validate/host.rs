@@ -1,7 +1,7 @@
 //! Checks a document against this host: its plugins are installed, the kernel supports what they
 //! need, and no other configured network uses the same addresses or host ports.
 
-use cni::delegate::{check_plugin_name, find_plugin};
+use cni::delegate::{check_plugin_name, find_plugin, keeps_reservations};
 use cni::rollback::Notes;
 use cni_firewall::portmap::Mapping;
 use cni_ipam::Range;
@@ -98,7 +98,7 @@ fn load(document: &Value) -> Option<NetworkList> {
 fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
     let mut all = Vec::new();
     for (index, kind, conf) in plugin_confs(list) {
-        if (kind == "host-local" || conf.ipam_type() == "host-local")
+        if (keeps_reservations(kind) || keeps_reservations(conf.ipam_type()))
             && let Ok(Pool { ranges: Some(sets), .. }) = Pool::read(&conf, &Notes::silent())
         {
             all.extend(sets.sets().iter().flat_map(|set| set.ranges()).map(|range| (index, range.clone())));
