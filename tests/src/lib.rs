@@ -6,6 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
+pub mod cluster;
 pub mod lan;
 pub mod measure;
 pub mod router;

@@ -1,13 +1,17 @@
 //! Lists all plugins: this crate's program runs them, and cnitool checks configurations with them.
 
 use cni::skel::Plugin;
+use cni::{Code, Error};
 use cni_plugin::InterfacePlugin;
+use plugin_cluster_local::ClusterLocal;
 
-/// All plugins, sorted by name.
+/// All plugins, sorted by name. `cluster-local` cannot open a store here, so that cnitool, which
+/// uses this table, does not contain TLS; the program of all plugins has its own value.
 pub const PLUGINS: &[&dyn Plugin] = &[
     &plugin_bandwidth::Bandwidth,
     &InterfacePlugin(plugin_bond::Bond),
     &InterfacePlugin(plugin_bridge::Bridge),
+    &ClusterLocal { open: |_, _| Err(Error::new(Code::INTERNAL, "this program cannot open a store")) },
     &plugin_dhcp::Dhcp,
     &InterfacePlugin(plugin_dummy::Dummy),
     &plugin_firewall::Firewall,

@@ -18,6 +18,9 @@ fn main() -> ExitCode {
     match cni_multicall::find(&name) {
         // The program of dhcp is also its daemon: `dhcp daemon`, with options.
         Some(_) if name == "dhcp" => plugin_dhcp::run(args),
+        Some(_) if name == "cluster-local" => {
+            cni_plugin::process::run(&plugin_cluster_local::ClusterLocal { open: cni_cluster::open })
+        }
         Some(plugin) => cni_plugin::process::run(plugin),
         None => {
             let names: Vec<&str> = cni_multicall::PLUGINS.iter().map(|plugin: &&dyn Plugin| plugin.name()).collect();

@@ -3,6 +3,7 @@
 
 use cni_testkit::probe::{self, Probed};
 use cni_testkit::{Attachment, Container, Node, require};
+use conformance::cluster::hold;
 use conformance::lan::Lan;
 use conformance::{VERSION, bridge, ipam, patched, uplink};
 use serde_json::{Value, json};
@@ -16,7 +17,7 @@ const INTERFACES: [&str; 9] = ["bond", "bridge", "dummy", "host-device", "ipvlan
 const CHAINED: [&str; 8] = ["bandwidth", "firewall", "portmap", "route-override", "sbr", "slaac", "tuning", "vrf"];
 
 /// The plugins that are neither.
-const OTHERS: [&str; 5] = ["dhcp", "flannel", "host-local", "loopback", "static"];
+const OTHERS: [&str; 6] = ["cluster-local", "dhcp", "flannel", "host-local", "loopback", "static"];
 
 /// A row of the table.
 struct Row {
@@ -192,6 +193,11 @@ impl World<'_> {
     fn config(&self, plugin: &str) -> Value {
         let base = patched(json!({"cniVersion": VERSION, "name": "net2", "type": plugin}), keys(plugin).0);
         let ipam = match (plugin, self.lan) {
+            // The network has a block of each subnet that a sample uses, so no store is needed.
+            ("cluster-local", _) => {
+                hold(self.node, "net2", &["10.1.0.0/24", "10.9.0.0/24"]);
+                patched(ipam(self.node, &["10.1.0.0/24"]), json!({"type": "cluster-local"}))
+            }
             ("static", _) => json!({"type": "static", "addresses": [{"address": "10.1.0.5/24"}]}),
             ("dhcp", Some(lan)) => json!({"type": "dhcp", "daemonSocketPath": lan.socket()}),
             ("flannel", _) => {
@@ -287,6 +293,7 @@ for_each_plugin! {
     bandwidth: "bandwidth"
     bond: "bond"
     bridge: "bridge"
+    cluster_local: "cluster-local"
     dhcp: "dhcp"
     dummy: "dummy"
     firewall: "firewall"

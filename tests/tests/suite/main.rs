@@ -11,6 +11,7 @@ mod bandwidth;
 mod bond;
 mod bridge;
 mod check_week;
+mod cluster_local;
 mod cnitool;
 mod conventions;
 mod delegation;

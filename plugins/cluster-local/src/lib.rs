@@ -1,0 +1,189 @@
+//! The IPAM plugin `cluster-local`: reserves addresses that are unique across the nodes of a
+//! cluster.
+//!
+//! Configuration, reservations and texts are host-local's. The difference is that ADD allocates
+//! only from blocks that this node has claimed in a store of the cluster. `cni_cluster` keeps the
+//! list of these blocks, the ledger, and asks the store. Only an ADD that needs a block, and a DEL
+//! or GC that empties one, send requests. No request is sent while host-local's lock is held.
+
+mod conf;
+#[cfg(test)]
+mod tests;
+
+use std::net::IpAddr;
+use std::path::Path;
+
+use cni::config::{NetConf, ValidAttachments};
+use cni::json::{Json, UnknownKey};
+use cni::machine::Machine;
+use cni::skel::{Added, Call, Plugin, Role};
+use cni::{Code, Error, Result};
+use cni_cluster::cluster::{Cluster, InUse, Need, Network, Obtained, Opened};
+use cni_cluster::conf::Conf;
+use cni_cluster::ledger::{Host, Ledger};
+use cni_cluster::store::Store;
+use cni_ipam::{Lease, RangeSet, Shortage, allocator};
+use plugin_host_local::{HostLocal, Pool, Request, Reservations};
+
+pub use conf::Keys;
+
+/// Opens the store of claims that the node's file names.
+pub type Open = for<'m> fn(&Conf, &'m dyn Machine) -> Result<Box<dyn Store + 'm>>;
+
+/// The plugin `cluster-local`.
+#[derive(Clone, Copy, Debug)]
+pub struct ClusterLocal {
+    /// How to open the store. A program that only checks configurations passes a function without
+    /// TLS, which would add a megabyte to it.
+    pub open: Open,
+}
+
+impl ClusterLocal {
+    /// Runs `work` with the blocks of the call's network.
+    ///
+    /// # Errors
+    /// - Code 7 if a key is invalid; 5 if the boot's ID cannot be read.
+    /// - The error of `work`.
+    fn with_blocks<T>(
+        &self,
+        call: &Call<'_>,
+        reservations: &Reservations<'_>,
+        sets: &[RangeSet],
+        work: impl FnOnce(&mut Cluster<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let Keys { block_size, layer2, cluster_conf } = Keys::read(&call.conf)?;
+        let open = || {
+            let conf = Conf::read(&cluster_conf)?;
+            Ok(Opened { store: (self.open)(&conf, call.machine)?, timeout: conf.timeout })
+        };
+        let (name, sidecar) = (call.conf.name(), reservations.sidecar().to_owned());
+        let network = Network { name, sidecar, layer2: &layer2, block_size, sets };
+        work(&mut Cluster::new(network, Host::read(Path::new("/"))?, call.machine, call.notes.clone(), &open))
+    }
+
+    /// Gives the blocks back that DEL or GC has emptied. An error is a note: DEL succeeds without
+    /// the store.
+    fn give_back(&self, call: &Call<'_>, reservations: &Reservations<'_>, released: Option<&[IpAddr]>) {
+        let outcome = self.with_blocks(call, reservations, &[], |cluster| {
+            cluster.give_back(released, &mut || in_use(reservations));
+            Ok(())
+        });
+        if let Err(error) = outcome {
+            call.notes.note(format_args!("no block is given back: {error}"));
+        }
+    }
+}
+
+impl Plugin for ClusterLocal {
+    fn name(&self) -> &'static str {
+        "cluster-local"
+    }
+
+    fn role(&self) -> Role {
+        Role::Ipam
+    }
+
+    fn examine(&self, conf: &NetConf) -> Result<()> {
+        HostLocal.examine(conf)?;
+        Keys::read(conf).map(drop)
+    }
+
+    fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
+        let mut unknown = HostLocal.unknown_keys(json);
+        unknown.retain(|key| !conf::NAMES.iter().any(|name| name.eq_ignore_ascii_case(&key.path)));
+        unknown
+    }
+
+    fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
+        plugin_host_local::add_with(call, |request| {
+            self.with_blocks(call, &request.reservations, request.sets.sets(), |cluster| {
+                let lease = reserve(request, cluster)?;
+                note_lost(call, &request.reservations, cluster.ledger());
+                Ok(lease)
+            })
+        })
+    }
+
+    fn check(&self, call: &Call<'_>) -> Result<()> {
+        HostLocal.check(call)
+    }
+
+    fn del(&self, call: &Call<'_>) -> Result<()> {
+        let reservations = Reservations::read(call)?;
+        let released = reservations.release(call)?;
+        self.give_back(call, &reservations, Some(&released));
+        Ok(())
+    }
+
+    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
+        let outcome = HostLocal.gc(call, valid);
+        let reservations = Reservations::read(call)?;
+        self.give_back(call, &reservations, None);
+        note_lost(call, &reservations, &Ledger::read(reservations.sidecar()));
+        outcome
+    }
+
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        HostLocal.status(call)?;
+        Conf::read(&Keys::read(&call.conf)?.cluster_conf)
+            .and_then(|conf| conf.check_files())
+            .map_err(|error| Error::new(Code::NOT_AVAILABLE, error.to_string()))?;
+        let reservations = Reservations::read(call)?;
+        let ledger = Ledger::read(reservations.sidecar());
+        note_lost(call, &reservations, &ledger);
+        let (occupied, blocks) = (reservations.occupied(), ledger.spans());
+        for set in Pool::read(&call.conf, &call.notes)?.ranges.iter().flat_map(|sets| sets.sets()) {
+            if !allocator::has_free(set, &blocks, &occupied) {
+                call.notes
+                    .note(format_args!("no block has a free address of range set {set}; the next ADD claims one"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reserves the addresses of an ADD from the node's blocks, and claims blocks until they suffice.
+///
+/// # Errors
+/// - Those of host-local's ADD.
+/// - Those of [`Cluster::obtain`]; code 11 if a set has no free address in the cluster, 102 if a
+///   requested address is in a block of another node. These begin with Go's texts.
+fn reserve(request: &Request<'_>, cluster: &mut Cluster<'_>) -> Result<Lease> {
+    let Request { reservations, owner, sets, requested } = request;
+    loop {
+        let mut locked = reservations.lock()?;
+        let (set, need) = match cluster.held()? {
+            None => (0, Need::Verification),
+            Some(blocks) => match locked.reserve_in(owner, sets, requested, &blocks)? {
+                Ok(lease) => return Ok(lease),
+                Err(Shortage { set, requested }) => (set, requested.map_or(Need::Set(set), Need::Address)),
+            },
+        };
+        drop(locked);
+        let ranges = &sets.sets()[set];
+        let (code, msg) = match (cluster.obtain(need, &mut || in_use(reservations))?, need) {
+            (Obtained::Changed, _) => continue,
+            (Obtained::Taken(holder), Need::Address(address)) => {
+                let msg = format!("requested IP address {address} is not available in range set {ranges}: {holder}");
+                (Code::CONFLICT, msg)
+            }
+            (Obtained::Exhausted(why) | Obtained::Taken(why), _) => {
+                (Code::TRY_AGAIN, format!("no IP addresses available in range set: {ranges}; {why}"))
+            }
+        };
+        return Err(Error::new(code, format!("failed to allocate for range {set}: {msg}")));
+    }
+}
+
+/// Locks the reservations and lists them.
+fn in_use(reservations: &Reservations<'_>) -> Result<InUse> {
+    let mut locked = reservations.lock()?;
+    Ok(InUse { addresses: locked.occupied()?, lock: Box::new(locked) })
+}
+
+/// Writes a note about each block that another node has and that has reservations of this node.
+fn note_lost(call: &Call<'_>, reservations: &Reservations<'_>, ledger: &Ledger) {
+    if ledger.has_lost() {
+        ledger.lost_notes(&reservations.occupied()).iter().for_each(|note| call.notes.note(note));
+    }
+}
