@@ -289,7 +289,7 @@ def scenario_the_image_of_the_containerfile_installs_on_a_node_and_goes_back(nod
         expect("are now in" in said, True, f"installed, it said {said!r}")
         podman("exec", "install", "/plugins/cni-install", "status", "--dest", "/host/opt/cni/bin")
         plugins = [line.split()[1] for line in read(f"{OURS}/SHA256SUMS").splitlines()]
-        expect(len(plugins), 22, "plugins of the image")
+        expect(len(plugins), 23, "plugins of the image")
         for plugin in plugins:
             same = filecmp.cmp(f"{OURS}/{plugin}", f"/opt/node/{plugin}", shallow=False)
             expect(same, True, f"the node has our {plugin}")

@@ -62,8 +62,8 @@ pub fn ranges(subnets: &[&str]) -> Value {
     subnets.iter().map(|subnet| json!([{ "subnet": subnet }])).collect()
 }
 
-/// Gives a network of a node these subnets as one block each, without a store: writes the ledger, as
-/// after a verification in this boot.
+/// Gives a network of a node these subnets as one block each, without a store: writes the ledger of
+/// a node that has verified its claims in this boot.
 pub fn hold(node: &Node, network: &str, subnets: &[&str]) {
     let entry = |subnet: &&str| {
         let (first, last) = ends(subnet);

@@ -72,6 +72,12 @@ pub(crate) const FIREWALL_PLUGIN: Alone = Alone {
 pub(crate) static ALL: &[Alone] = &[
     first_plugin("loopback", |_, _| json!({"type": "loopback"})),
     HOST_LOCAL,
+    first_plugin("cluster-local", |_, data| {
+        let mut ipam = ipam(data);
+        ipam["type"] = "cluster-local".into();
+        ipam["clusterConf"] = data.join("cluster-local.json").display().to_string().into();
+        json!({"type": "cluster-local", "ipam": ipam})
+    }),
     first_plugin(
         "static",
         |_, _| json!({"type": "static", "ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}}),
@@ -194,13 +200,17 @@ impl Alone {
 
     /// For dhcp, creates the container's interface, which stays for all rounds, starts a DHCP
     /// server at its other end and the daemon of the plugin in `dir`, and returns both processes.
-    /// For flannel, writes the file that flanneld would write. Does nothing for other plugins.
+    /// For flannel, writes the file that flanneld would write; for cluster-local, a block that the
+    /// node holds. Does nothing for other plugins.
     pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
         if self.name == "flannel" {
             let lease =
                 "FLANNEL_NETWORK=10.9.0.0/16\nFLANNEL_SUBNET=10.9.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
             let file = subnet_file(data);
             std::fs::write(&file, lease).doing(format_args!("failed to write {}", file.display()))?;
+        }
+        if self.name == "cluster-local" {
+            hold_block(data).doing(format_args!("failed to write to {}", data.display()))?;
         }
         if self.place != Place::Dhcp {
             return Ok(Vec::new());
@@ -257,6 +267,21 @@ fn create_interface(netns: &Path) -> Result<()> {
     ip(None, &format!("{pair}link set host0 up\naddr add 10.8.0.1/24 dev host0\n"))?;
     let route = "route add 10.7.0.0/16 via 10.8.0.1\n";
     ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{route}"))
+}
+
+/// Writes what cluster-local has after it has claimed a block of the network: the ledger, as of this
+/// boot. Also writes a node's file, whose store is never asked.
+fn hold_block(data: &Path) -> std::io::Result<()> {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    let block = json!({"pool": "10.1.0.0-16", "first": "10.1.0.0", "last": "10.1.255.255"});
+    let ledger = json!({"format": 1, "node": "node", "boot": boot.trim(), "trustedUntil": u32::MAX,
+                        "pools": {"10.1.0.0-16": 65_536}, "entries": [{"block": block, "state": {"held": "1"}}]});
+    let sidecar = data.join(".cni/benchnet");
+    std::fs::create_dir_all(&sidecar)?;
+    std::fs::write(sidecar.join("blocks"), ledger.to_string())?;
+    let file = data.join("cluster-local.json");
+    let store = json!({"server": "https://127.0.0.1:6443", "caFile": file, "tokenFile": file});
+    std::fs::write(&file, json!({ "kubernetes": store }).to_string())
 }
 
 /// Returns the path of flanneld's file.

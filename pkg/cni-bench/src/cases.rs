@@ -127,6 +127,7 @@ pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap
 pub(crate) const OTHERS: &[&str] = &[
     "bandwidth",
     "bond",
+    "cluster-local",
     "dhcp",
     "dummy",
     "firewall",
