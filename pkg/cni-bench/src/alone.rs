@@ -269,8 +269,8 @@ fn create_interface(netns: &Path) -> Result<()> {
     ip(Some(netns), &format!("link set eth0 up\naddr add 10.8.0.2/24 dev eth0\n{route}"))
 }
 
-/// Writes what cluster-local has after it has claimed a block of the network: the ledger, as of this
-/// boot. Also writes a node's file, whose store is never asked.
+/// Writes what cluster-local has after it has claimed a block of the network in this boot: the
+/// ledger. Also writes a node's file, whose store is never asked.
 fn hold_block(data: &Path) -> std::io::Result<()> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let block = json!({"pool": "10.1.0.0-16", "first": "10.1.0.0", "last": "10.1.255.255"});
