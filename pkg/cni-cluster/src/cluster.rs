@@ -51,9 +51,14 @@ pub struct Network<'a> {
 }
 
 impl Network<'_> {
-    /// Returns the subnets of the ranges, each once.
-    fn subnets(&self) -> BTreeSet<Cidr> {
-        self.sets.iter().flat_map(RangeSet::ranges).map(Range::subnet).collect()
+    /// Returns the name of the pool of a range.
+    fn pool(&self, range: &Range) -> String {
+        pool::name(self.layer2, range.subnet())
+    }
+
+    /// Returns the names of the pools of all ranges, with their subnets.
+    fn pools(&self) -> BTreeMap<String, Cidr> {
+        self.sets.iter().flat_map(RangeSet::ranges).map(|range| (self.pool(range), range.subnet())).collect()
     }
 
     /// Returns the number of addresses of the ranges in a subnet.
@@ -63,12 +68,11 @@ impl Network<'_> {
         ranges.map(size).fold(0, u128::saturating_add)
     }
 
-    /// Checks the size of the blocks of the pool of this subnet.
+    /// Checks the size of the blocks of the pool with this name and subnet.
     ///
     /// # Errors
     /// Code 7 if another size is configured, or if a block would be larger than the subnet.
-    fn check_block_size(&self, subnet: Cidr, size: u32) -> Result<()> {
-        let name = pool::name(self.layer2, subnet);
+    fn check_block_size(&self, name: &str, subnet: Cidr, size: u32) -> Result<()> {
         pool::check_block_size(size).map_err(|error| error.context(format_args!("pool {name}")))?;
         if let Some(configured) = self.block_size.filter(|configured| *configured != size) {
             let why = format!("blockSize {configured} differs from that of pool {name}, {size}");
@@ -132,12 +136,10 @@ pub struct Cluster<'a> {
     opened: Option<Opened<'a>>,
     /// When this call began.
     begin: Instant,
-    /// Until when requests may be sent.
-    deadline: Instant,
+    /// How long the call may wait for the claim lock and the store.
+    limit: Limit,
     /// As last read or written.
     ledger: Ledger,
-    /// Whether the store has confirmed that this machine has the node's name.
-    is_registered: bool,
 }
 
 impl<'a> Cluster<'a> {
@@ -150,9 +152,9 @@ impl<'a> Cluster<'a> {
         notes: Notes,
         open: &'a dyn Fn() -> Result<Opened<'a>>,
     ) -> Cluster<'a> {
-        let (begin, ledger) = (machine.now(), Ledger::default());
-        let (opened, deadline, is_registered) = (None, begin, false);
-        Cluster { network, host, machine, notes, open, opened, begin, deadline, ledger, is_registered }
+        let (begin, opened, ledger) = (machine.now(), None, Ledger::default());
+        let limit = Limit { deadline: begin, length: Duration::ZERO };
+        Cluster { network, host, machine, notes, open, opened, begin, limit, ledger }
     }
 
     /// Returns the ledger as last read by [`held`](Cluster::held).
@@ -168,12 +170,13 @@ impl<'a> Cluster<'a> {
     /// Code 7 if a pool has blocks of another size than configured.
     pub fn held(&mut self) -> Result<Option<Vec<(IpAddr, IpAddr)>>> {
         self.ledger = Ledger::read(&self.network.sidecar);
-        for subnet in self.network.subnets() {
-            if let Some(size) = self.ledger.pools.get(&pool::name(self.network.layer2, subnet)) {
-                self.network.check_block_size(subnet, *size)?;
-            }
+        let pools = self.network.pools();
+        for (name, size) in &self.ledger.pools {
+            pools.get(name).map_or(Ok(()), |subnet| self.network.check_block_size(name, *subnet, *size))?;
         }
-        Ok(self.ledger.is_usable(&self.host).then(|| self.ledger.spans()))
+        // The ledger may have blocks of pools that an earlier configuration used.
+        let spans = || self.ledger.spans_in(|pool| pools.contains_key(pool));
+        Ok(self.ledger.is_usable(&self.host).then(spans))
     }
 
     /// Verifies the ledger or claims a block, as an ADD needs it. The caller has called
@@ -242,8 +245,8 @@ impl<'a> Cluster<'a> {
             empty => empty.insert((self.open)()?),
         };
         let length = wait.min((self.begin + opened.timeout).saturating_duration_since(now));
-        self.deadline = now + length;
-        opened.store.set_deadline(self.deadline);
+        self.limit = Limit { deadline: now + length, length };
+        opened.store.set_deadline(self.limit.deadline);
         let path = self.network.sidecar.join("claim.lock");
         let doing = format!("failed to lock {}", path.display());
         let file = DirBuilder::new()
@@ -252,8 +255,7 @@ impl<'a> Cluster<'a> {
             .create(&self.network.sidecar)
             .and_then(|()| OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path));
         let file = file.map_err(|error| Error::caused(Code::IO, &doing, error))?;
-        let limit = Limit { deadline: self.deadline, length };
-        let lock = flock::lock(file, self.machine, OnSigterm::Kill, limit).map_err(|refused| {
+        let lock = flock::lock(file, self.machine, OnSigterm::Kill, self.limit).map_err(|refused| {
             let is_over = refused.cause.is_deadline() || refused.cause.is_terminated();
             let holder = refused.holder.map(|holder| format!(", which {holder} holds to claim a block"));
             let code = if is_over { Code::TRY_AGAIN } else { Code::IO };
@@ -278,7 +280,7 @@ impl<'a> Cluster<'a> {
     /// Asks the store, and repeats the operation while its outcome is unknown.
     fn ask<T>(&mut self, operation: impl FnMut(&mut dyn Store) -> Answer<T>) -> Answer<T> {
         match &mut self.opened {
-            Some(opened) => repeat(&mut *opened.store, self.machine, self.deadline, operation),
+            Some(opened) => repeat(&mut *opened.store, self.machine, self.limit, operation),
             None => Err(Error::new(Code::INTERNAL, "the store is not open").into()),
         }
     }
@@ -292,9 +294,9 @@ impl<'a> Cluster<'a> {
         if self.finish_begun()? {
             return Ok(Obtained::Changed);
         }
-        for subnet in self.network.subnets() {
-            if !self.ledger.pools.contains_key(&pool::name(self.network.layer2, subnet)) {
-                self.ensure_pool(subnet)?;
+        for (name, subnet) in self.network.pools() {
+            if !self.ledger.pools.contains_key(&name) {
+                self.ensure_pool(name, subnet)?;
             }
         }
         let sets = self.network.sets;
@@ -326,8 +328,8 @@ impl<'a> Cluster<'a> {
     fn verify(&mut self, in_use: &mut ListInUse<'_>) -> Answer<()> {
         let node = self.ask(|store| store.node())?;
         self.ledger.node = node.clone();
-        for subnet in self.network.subnets() {
-            self.ensure_pool(subnet)?;
+        for (name, subnet) in self.network.pools() {
+            self.ensure_pool(name, subnet)?;
         }
         let mut own = HashMap::new();
         for (claim, version) in self.ask(|store| store.claims_of(&node))? {
@@ -351,11 +353,10 @@ impl<'a> Cluster<'a> {
         Ok(self.save()?)
     }
 
-    /// Records the block size of the pool of a subnet, and creates the pool if it does not exist.
-    fn ensure_pool(&mut self, subnet: Cidr) -> Answer<()> {
-        let name = pool::name(self.network.layer2, subnet);
+    /// Records the block size of a pool, and creates the pool if it does not exist.
+    fn ensure_pool(&mut self, name: String, subnet: Cidr) -> Answer<()> {
         if let Some(pool) = self.ask(|store| store.pool(&name))? {
-            self.network.check_block_size(subnet, pool.block_size)?;
+            self.network.check_block_size(&name, subnet, pool.block_size)?;
             self.ledger.pools.insert(name, pool.block_size);
             return Ok(());
         }
@@ -370,16 +371,16 @@ impl<'a> Cluster<'a> {
         }
         let default_size = pool::default_block_size(self.network.addresses(subnet));
         let block_size = self.network.block_size.unwrap_or(default_size);
-        self.network.check_block_size(subnet, block_size)?;
+        self.network.check_block_size(&name, subnet, block_size)?;
         let pool = Pool { subnet, block_size, reclaim: Reclaim::default() };
         self.ask(|store| store.create_pool(&name, &pool))?;
         // Another node may have created the pool at the same moment, with another size.
-        self.ensure_pool(subnet)
+        self.ensure_pool(name, subnet)
     }
 
     /// Returns the name and the block size of the pool of a range, which the ledger has.
     fn pool_of(&self, range: &Range) -> (String, u32) {
-        let name = pool::name(self.network.layer2, range.subnet());
+        let name = self.network.pool(range);
         let size = self.ledger.pools.get(&name).copied().unwrap_or(1);
         (name, size)
     }
@@ -401,15 +402,12 @@ impl<'a> Cluster<'a> {
         if *node != self.ledger.node || claim.network != self.network.name {
             return Ok(Seen::Other(Holder { node: claim.node, network: claim.network }));
         }
-        if claim.machine != machine && !self.is_registered {
-            if self.ask(|store| store.node_state(node))? != NodeState::Present(machine.clone()) {
-                let other = &claim.machine;
-                let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
-                let advice =
-                    format!("if that machine is off: kubectl delete ipblocks --field-selector spec.node={node}");
-                return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")).into());
-            }
-            self.is_registered = true;
+        let is_registered = |state: NodeState| state == NodeState::Present(machine.clone());
+        if claim.machine != machine && !is_registered(self.ask(|store| store.node_state(node))?) {
+            let other = &claim.machine;
+            let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
+            let advice = format!("if that machine is off: kubectl delete ipblocks --field-selector spec.node={node}");
+            return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")).into());
         }
         Ok(Seen::Own(version))
     }
@@ -427,26 +425,21 @@ impl<'a> Cluster<'a> {
             if self.ledger.is_changed {
                 self.save()?;
             }
+            let claim = self.new_claim(block)?;
             seen = match action {
                 Action::Done => return Ok(holder),
                 Action::Get => match self.ask(|store| store.get(&block.pool, block.first))? {
                     Some((claim, version)) => self.recognise(claim, version)?,
                     None => Seen::Absent,
                 },
-                Action::Create => {
-                    let claim = self.new_claim(block)?;
-                    match self.ask(|store| store.create(&claim))? {
-                        Created::Created(version) => Seen::Written(version),
-                        Created::Exists => Seen::Changed,
-                    }
-                }
-                Action::Swap(version) => {
-                    let claim = self.new_claim(block)?;
-                    match self.ask(|store| store.swap(&claim, &version))? {
-                        Swapped::Swapped(version) => Seen::Written(version),
-                        Swapped::Changed => Seen::Changed,
-                    }
-                }
+                Action::Create => match self.ask(|store| store.create(&claim))? {
+                    Created::Created(version) => Seen::Written(version),
+                    Created::Exists => Seen::Changed,
+                },
+                Action::Swap(version) => match self.ask(|store| store.swap(&claim, &version))? {
+                    Swapped::Swapped(version) => Seen::Written(version),
+                    Swapped::Changed => Seen::Changed,
+                },
                 Action::Delete(version) => match self.ask(|store| store.delete(&block.pool, block.first, &version))? {
                     Deleted::Deleted | Deleted::Absent => Seen::Absent,
                     Deleted::Changed => Seen::Changed,
@@ -486,7 +479,7 @@ impl<'a> Cluster<'a> {
             }
         }
         let (mut taken, mut rules) = (HashMap::new(), BTreeMap::new());
-        for (pool, _) in set.ranges().iter().map(|range| self.pool_of(range)).collect::<BTreeSet<_>>() {
+        for pool in set.ranges().iter().map(|range| self.network.pool(range)).collect::<BTreeSet<_>>() {
             for (first, node) in self.ask(|store| store.taken(&pool))? {
                 taken.insert((pool.clone(), first), node);
             }

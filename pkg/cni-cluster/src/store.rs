@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use cni::machine::Machine;
 use cni::{Cidr, Code, Error};
+use cni_linux::flock::Limit;
 use serde::{Deserialize, Serialize};
 
 /// The name that a store gives to a state of a record, and changes with every write of it
@@ -141,25 +142,23 @@ const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 0 } else { 100 });
 /// Each operation may be repeated: it names the version that it means, or creates one record.
 ///
 /// # Errors
-/// The last failure. The text of an unknown outcome has the time that was spent.
+/// The last failure. The text of an unknown outcome has the length of the limit.
 pub fn repeat<T>(
     store: &mut dyn Store,
     machine: &dyn Machine,
-    deadline: Instant,
+    limit: Limit,
     mut operation: impl FnMut(&mut dyn Store) -> Answer<T>,
 ) -> Answer<T> {
-    let begin = machine.now();
     loop {
         let last = match operation(store) {
             Err(Failure::Unknown(last)) => last,
             answer => return answer,
         };
-        let spent = (machine.now() - begin).as_secs_f32();
         if machine.terminated() {
-            return Err(Failure::Unknown(format!("{last}; interrupted by a signal after {spent:.1} s")));
+            return Err(Failure::Unknown(format!("{last}; interrupted by a signal")));
         }
-        if machine.now() + PAUSE >= deadline {
-            return Err(Failure::Unknown(format!("{last}; gave up after {spent:.1} s")));
+        if machine.now() + PAUSE >= limit.deadline {
+            return Err(Failure::Unknown(format!("{last}; gave up after {:.1} s", limit.length.as_secs_f32())));
         }
         std::thread::sleep(PAUSE);
     }

@@ -257,3 +257,19 @@ fn an_existing_pool_is_used() {
     assert_eq!(memory.borrow().requests, ["pool", "claims", "create"]);
     assert_eq!(Rc::strong_count(&memory), 2);
 }
+
+#[test]
+fn blocks_of_another_layer2_network_are_not_used() {
+    let memory = memory();
+    let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    let old = node.add().unwrap();
+    node.layer2 = "vlan20";
+    let other = TestNode { layer2: "vlan20", ..TestNode::new(&memory, "node2", &["10.61.0.0/24"]) };
+    other.add_in(0, Some(old)).unwrap();
+    for _ in 0..4 {
+        let address = node.add().unwrap();
+        let ledger = node.ledger();
+        let entry = ledger.entries().iter().find(|entry| entry.block.contains(address)).unwrap();
+        assert_eq!(entry.block.pool, "vlan20.10.61.0.0-24", "{address}");
+    }
+}
