@@ -8,6 +8,7 @@ use std::net::IpAddr;
 
 use cni::config::ValidAttachments;
 use cni::{AttachmentId, Cidr};
+use cni_linux::route::Family;
 
 /// A selection of attachments.
 #[derive(Clone, Copy, Debug)]
@@ -36,13 +37,31 @@ pub enum Untagged<'a> {
     Keep,
     /// Those for one of these addresses of the attachment.
     Covering(&'a [IpAddr]),
+    /// Those for one of these addresses of the attachment, and all of a family that none of them
+    /// has.
+    ByFamily(&'a [IpAddr]),
     /// All, unless the attachment has rules that name it: its addresses are unknown.
     UnlessTagged,
     /// All.
     All,
 }
 
-impl Untagged<'_> {
+impl<'a> Untagged<'a> {
+    /// Returns the known addresses of the attachment.
+    pub(crate) fn addresses(self) -> &'a [IpAddr] {
+        match self {
+            Untagged::Covering(addresses) | Untagged::ByFamily(addresses) => addresses,
+            Untagged::Keep | Untagged::UnlessTagged | Untagged::All => &[],
+        }
+    }
+
+    /// Returns the addresses to one of which a selected rule of this family leads; `None` if it may
+    /// lead to any.
+    pub(crate) fn addresses_in(self, family: Family) -> Option<&'a [IpAddr]> {
+        let has_family = self.addresses().iter().any(|address| Family::of(*address) == family);
+        (has_family || matches!(self, Untagged::Covering(_))).then(|| self.addresses())
+    }
+
     /// Whether an untagged rule for this source address or network is selected. `has_tagged` is
     /// whether the attachment has rules that name it.
     pub(crate) fn selects(&self, source: Option<Cidr>, has_tagged: bool) -> bool {
@@ -52,7 +71,7 @@ impl Untagged<'_> {
                 source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
             }
             Untagged::UnlessTagged => !has_tagged,
-            Untagged::All => true,
+            Untagged::ByFamily(_) | Untagged::All => true,
         }
     }
 }

@@ -13,7 +13,7 @@ use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::portmap::iptables::{IptablesPortMap, UnreadTables};
 use cni_firewall::portmap::nft::{NftPortMap, Refusal};
 use cni_firewall::portmap::{Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
-use cni_firewall::{Backend, nft_usable};
+use cni_firewall::{AttachmentFilter, Backend, nft_usable};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
 use cni_linux::{Netlink, sysctl};
@@ -137,19 +137,24 @@ fn write_rules<'a>(
     if let Some(holder) = in_other_tables.held {
         return Err(port_taken(&holder));
     }
-    let (mut changed, forwarding_of_undo) = (false, forwarding.clone());
+    let (mut changed, attachment, addresses) = (false, forwarding.attachment.clone(), forwarding.addresses());
     let outcome = match backend {
         Backend::Nftables => {
             let outcome = NftPortMap::open()?.ensure(call.machine, forwarding, &mut changed);
             if changed {
-                rollback.push(UNDO, move || NftPortMap::open()?.undo(&forwarding_of_undo));
+                rollback.push(UNDO, move || {
+                    NftPortMap::open()?.purge(AttachmentFilter::for_del(&attachment, &addresses)).outcome
+                });
             }
             outcome.map_err(explain_nft_failure)?
         }
         Backend::Iptables => {
             let outcome = open_iptables(call, OnSigterm::Kill)?.ensure(forwarding, &mut changed);
             if changed {
-                rollback.push(UNDO, move || open_iptables(call, OnSigterm::Finish)?.undo(&forwarding_of_undo));
+                rollback.push(UNDO, move || {
+                    let filter = AttachmentFilter::for_del(&attachment, &addresses);
+                    open_iptables(call, OnSigterm::Finish)?.purge(filter).outcome
+                });
             }
             outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?
         }

@@ -12,9 +12,11 @@
 use cni::machine::OnSigterm;
 use cni::skel::Call;
 use cni::{Error, Result};
+use cni_firewall::AttachmentFilter;
+use cni_firewall::owner::Untagged;
+use cni_firewall::portmap::ClaimedPort;
 use cni_firewall::portmap::iptables::IptablesPortMap;
 use cni_firewall::portmap::nft::NftPortMap;
-use cni_firewall::portmap::{ClaimedPort, Removal};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 
 use crate::add;
@@ -35,31 +37,26 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
     for mapping in Conf::valid_mappings(&call.conf) {
         configured_ports.extend(addresses.iter().filter_map(|address| mapping.claim(*address)));
     }
-    remove_from_both(
+    purge(
         call,
         configured_ports,
-        |nft| nft.purge(&attachment, &addresses),
-        |iptables| iptables.purge(&attachment, &addresses),
+        AttachmentFilter::One { attachment: &attachment, untagged: Untagged::ByFamily(&addresses) },
     )
 }
 
-/// Runs both removals, even if one of them fails, and prints their notes. Then deletes the tracked
-/// connections to the ports of the removed rules and to `claims`.
+/// Removes the rules of the selected attachments from both backends, even if one of them fails, and
+/// prints notes. Then deletes the tracked connections to the ports of the removed rules and to
+/// `claims`.
 ///
 /// # Errors
 /// Those of both removals, joined. The connections are deleted even after an error, because no
 /// later DEL can find the ports of the removed rules.
-pub(crate) fn remove_from_both<'m>(
-    call: &Call<'m>,
-    mut claims: Vec<ClaimedPort>,
-    remove_from_nft: impl FnOnce(&mut NftPortMap) -> Removal,
-    remove_from_iptables: impl FnOnce(&mut IptablesPortMap<'m>) -> Removal,
-) -> Result<()> {
+pub(crate) fn purge(call: &Call<'_>, mut claims: Vec<ClaimedPort>, filter: AttachmentFilter<'_>) -> Result<()> {
     // Dropped at the end of the function; the head of this module says why.
     let (mut open_nft, mut open_iptables) = (None, None);
-    let from_nft = NftPortMap::open().map(|nft| remove_from_nft(open_nft.insert(nft)));
+    let from_nft = NftPortMap::open().map(|nft| open_nft.insert(nft).purge(filter));
     let from_iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
-        .map(|iptables| remove_from_iptables(open_iptables.insert(iptables)));
+        .map(|iptables| open_iptables.insert(iptables).purge(filter));
     let mut errors = Vec::new();
     for removal in [from_nft, from_iptables] {
         let outcome = removal.and_then(|removal| {

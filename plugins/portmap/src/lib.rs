@@ -15,7 +15,6 @@ mod del;
 #[doc(hidden)]
 pub mod fuzzing;
 
-use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
@@ -24,7 +23,7 @@ use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
 use cni_firewall::portmap::{Mapping, Policy};
-use cni_firewall::{Backend, nft_usable};
+use cni_firewall::{AttachmentFilter, Backend, nft_usable};
 use cni_linux::route;
 
 use conf::Conf;
@@ -82,10 +81,7 @@ impl Plugin for Portmap {
     /// Removes the rules of the network's attachments that are not in `valid`, then the tracked
     /// connections that were mapped to them.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        let network = call.conf.name();
-        let valid: Vec<AttachmentId> =
-            valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname)).collect();
-        del::remove_from_both(call, Vec::new(), |nft| nft.gc(network, &valid), |iptables| iptables.gc(network, &valid))
+        del::purge(call, Vec::new(), AttachmentFilter::Garbage { network: call.conf.name(), valid })
     }
 
     /// Fails with code 50 if the configured backend does not work on this host or, if none is

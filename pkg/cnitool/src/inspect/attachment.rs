@@ -219,8 +219,8 @@ impl AttachmentReport {
         }
     }
 
-    /// If the IPAM plugin of the ADD keeps reservations, adds the addresses of the result that are not
-    /// reserved. Another network of this name may have left its reservations.
+    /// If the IPAM plugin of the ADD keeps reservations, adds the addresses of the result that are
+    /// not reserved. Another network of this name may have left its reservations.
     fn add_missing_reservations(&mut self, entry: &Entry, result: &AddResult) {
         let has_reservations = plugins_in(&entry.config).iter().any(|plugin| {
             let ipam_type = plugin.get("ipam").and_then(|ipam| ipam.get("type"));

@@ -1,15 +1,14 @@
 //! Removes the rules of an attachment or of a network, and keeps those that other attachments need.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 
-use super::super::{ClaimedPort, Forwarding, Removal};
+use super::super::{ClaimedPort, Removal};
 use super::shape::{self, DNAT, Jump, SNAT, Section};
-use super::{IptablesPortMap, is_own, jumps_to, program_name};
+use super::{IptablesPortMap, jumps_to, program_name};
 use crate::iptables::{Chain, Chains, Edit, FAMILIES, Reading, Rule, Variant};
+use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
-use cni_linux::route::Family;
 
 /// The network and the container ID from the comment of a jump.
 pub(super) struct JumpOwner {
@@ -18,23 +17,43 @@ pub(super) struct JumpOwner {
 }
 
 impl IptablesPortMap<'_> {
-    /// Removes all rules of the attachment, in both families and variants. The rules of Go's plugin
-    /// name only the container: they stay if they lead to an address that is not among `addresses`,
-    /// the known addresses of the attachment. If no address of a family is known, all Go rules of
-    /// the container are removed in this family. Starts no process where netlink finds nothing and
-    /// there is no legacy table.
-    pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
+    /// Removes the rules of the selected attachments, in both families and variants. Starts no
+    /// process where netlink finds nothing and there is no legacy table.
+    ///
+    /// Rules made by these plugins name their attachment in a marker. The rules of Go's plugin have
+    /// only the network and the container ID, in the comments of the jumps to their chain:
+    /// - For one attachment they stay if addresses of their family are known and they lead to
+    ///   another one.
+    /// - As garbage they are removed if such comments exist, and all name the network and a
+    ///   container without a valid attachment.
+    pub fn purge(&mut self, filter: AttachmentFilter<'_>) -> Removal {
+        match filter {
+            AttachmentFilter::One { attachment, untagged } => self.purge_one(attachment, untagged),
+            AttachmentFilter::Garbage { network, valid } => {
+                let selected = filter.owners(ALIAS);
+                let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
+                let is_garbage_owner = |owner: &JumpOwner| {
+                    owner.network == network && !valid_containers.contains(owner.container_id.as_str())
+                };
+                let is_garbage = |section: &Section, owners: &[JumpOwner]| match section.alias() {
+                    Some(alias) => selected.contains(alias),
+                    None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
+                };
+                self.remove_everywhere(&[DNAT], Reading::BeforeLock, |nat, edit| plan_garbage(nat, edit, is_garbage))
+            }
+        }
+    }
+
+    /// Does [`purge`](IptablesPortMap::purge) for one attachment.
+    fn purge_one(&mut self, attachment: &AttachmentId, untagged: Untagged<'_>) -> Removal {
         let (chain, snat_chain) = (shape::chain_name(attachment), shape::snat_chain_name(attachment));
         self.remove_everywhere(&[&chain, &snat_chain], Reading::UnderLock, |nat, edit| {
-            let family = nat.family();
-            let known: Vec<IpAddr> =
-                addresses.iter().copied().filter(|address| Family::of(*address) == family).collect();
+            let known = untagged.addresses_in(nat.family());
             let claims = plan_removal(nat, edit, &chain, |section, owners| {
                 // Go's plugin made the sections without an alias.
-                let leads_elsewhere = section.alias().is_none()
-                    && !known.is_empty()
-                    && section.address().is_some_and(|address| !known.contains(&address));
-                may_belong(section, owners, attachment) && !leads_elsewhere
+                let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
+                let is_kept = section.alias().is_none() && section.address().is_some_and(leads_elsewhere);
+                may_belong(section, owners, attachment) && !is_kept
             })?;
             // Very old releases of Go's plugin made this second chain.
             if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
@@ -45,42 +64,6 @@ impl IptablesPortMap<'_> {
             }
             Ok(claims)
         })
-    }
-
-    /// Removes all rules of the attachment for an ADD of `wanted` that fails. Rules of Go's plugin
-    /// are only removed if they lead to the addresses of `wanted`: `ensure` would have replaced
-    /// them.
-    ///
-    /// # Errors
-    /// The errors of all families, joined.
-    pub fn undo(&mut self, wanted: &Forwarding) -> Result<()> {
-        let chain = shape::chain_name(&wanted.attachment);
-        let removal = self.remove_everywhere(&[&chain], Reading::UnderLock, |nat, edit| {
-            // The ADD has written nothing in a family in which the container has no address.
-            if wanted.addresses().into_iter().all(|address| Family::of(address) != nat.family()) {
-                return Ok(Vec::new());
-            }
-            plan_removal(nat, edit, &chain, |section, _| is_own(section, wanted))
-        });
-        removal.outcome
-    }
-
-    /// Removes the rules of `network` that belong to none of the `valid` attachments. Rules made by
-    /// these plugins name their attachment in a marker. Rules of Go's plugin have only the network
-    /// and the container ID, in the comments of the jumps to their chain: they are removed if such
-    /// comments exist, and all name `network` and a container without a valid attachment.
-    pub fn gc(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
-        let valid_aliases: BTreeSet<String> = valid.iter().map(AttachmentId::alias).collect();
-        let valid_containers: BTreeSet<&str> =
-            valid.iter().map(|attachment| attachment.container_id.as_str()).collect();
-        let alias_prefix = AttachmentId::network_prefix(network);
-        let is_garbage_owner =
-            |owner: &JumpOwner| owner.network == network && !valid_containers.contains(owner.container_id.as_str());
-        let is_garbage = |section: &Section, owners: &[JumpOwner]| match section.alias() {
-            Some(alias) => alias.starts_with(&alias_prefix) && !valid_aliases.contains(alias),
-            None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
-        };
-        self.remove_everywhere(&[DNAT], Reading::BeforeLock, |nat, edit| plan_garbage(nat, edit, is_garbage))
     }
 
     /// Whether the container of the attachment has a chain in any family and variant.

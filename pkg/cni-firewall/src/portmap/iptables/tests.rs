@@ -12,6 +12,7 @@ use super::shape::{Jump, Section, sections};
 use super::*;
 use crate::iptables::{Folders, NetnsLock, split};
 use crate::nft::{self, Batch, Nft};
+use crate::owner::AttachmentFilter;
 use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, skip};
 use cni::AttachmentId;
@@ -155,7 +156,8 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
                 std::thread::sleep(Duration::from_millis(100));
                 drop(lock);
             });
-            backend.undo(&wanted).unwrap();
+            let addresses = wanted.addresses();
+            backend.purge(AttachmentFilter::for_del(&wanted.attachment, &addresses)).outcome.unwrap();
         });
         assert!(!backend.holds(&wanted.attachment).unwrap());
     });

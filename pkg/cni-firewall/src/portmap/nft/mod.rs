@@ -22,8 +22,10 @@ use super::conflict::LivenessProbe;
 use super::identity::{self, HostLink, Identity};
 use super::{ClaimedPort, EnsureOutcome, Forwarding, Removal, Snat};
 use crate::nft::{Batch, Chain, Expr, Key, Listed, Nft, Rule, Search, Table, decode, mentions};
+use crate::owner::AttachmentFilter;
 use crate::retry;
 use cni::AttachmentId;
+use cni::config::ValidAttachments;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
@@ -95,7 +97,7 @@ impl NftPortMap {
     /// place already, nothing is changed. On failure, and if a living container has a wanted port,
     /// shared chains may have been added, and rules of dead containers removed. Sets `changed` to
     /// true if the attachment's rules may have been changed, even on an error: the caller then owes
-    /// an [`undo`](NftPortMap::undo) if its ADD fails.
+    /// a [`purge`](NftPortMap::purge) if its ADD fails.
     ///
     /// Mappings whose conditions [`conditions`] does not compile are written afterwards by the
     /// program `nft`.
@@ -160,57 +162,49 @@ impl NftPortMap {
         Ok((batch, EnsureOutcome::Done { remarks }))
     }
 
-    /// Removes all rules of the attachment in both families, in one transaction.
+    /// Removes the rules of the selected attachments in both families, in one transaction.
     ///
-    /// A rule that names only the container is removed in these cases. The known addresses are
-    /// `addresses` and those in the attachment's masquerading rules:
-    /// - No address is known: it is removed, as by Go's plugin.
-    /// - In a family with a known address, it is removed if it leads to a known address.
-    /// - In a family without a known address, it is removed unless a rule of the other family, or
-    ///   of a chain that was read earlier, shows that the container has another attachment.
-    pub fn purge(&mut self, attachment: &AttachmentId, addresses: &[IpAddr]) -> Removal {
-        let identity = Identity::new(attachment);
-        let has = |known: &[IpAddr], family| known.iter().any(|address| Family::of(*address) == family);
-        // The families with a known address come first: a rule in them that leads to another
-        // address shows that the container has another attachment.
-        let mut families = FAMILIES;
-        families.sort_by_key(|family| !has(addresses, *family));
-        let (mut known, mut has_other_attachment) = (addresses.to_vec(), false);
-        self.purge_where(Some(&identity.comment), families, |family, rules| {
-            let named = rules.iter().filter(|listed| identity.ownership_of(&listed.rule) == identity::Ownership::This);
-            known.extend(named.filter_map(|listed| shape::container(&listed.rule)));
-            // Without addresses, `own_rules` selects rules to any address. With addresses of the
-            // other family only, it selects none of the rules that name only the container.
-            let known: &[IpAddr] = if has(&known, family) || has_other_attachment { &known } else { &[] };
-            let others = identity.rules_to_other_addresses(rules, known, shape::container);
-            has_other_attachment |= !others.is_empty();
-            identity.own_rules(rules, known, shape::container)
-        })
+    /// For one attachment, a rule that names only the container is removed if it leads to one of
+    /// the attachment's known addresses: those of the filter, and those in the attachment's
+    /// masquerading rules. If no address of its family is known, it is removed in any case, as by
+    /// Go's plugin, unless the filter has [`Untagged::Covering`](crate::owner::Untagged::Covering).
+    ///
+    /// For garbage, a mapping that names only the container is removed if a masquerading rule of a
+    /// selected attachment has its container and address. Others stay, such as those of Go's
+    /// plugin. If the container of such a mapping has no valid attachment, the result has a remark.
+    pub fn purge(&mut self, filter: AttachmentFilter<'_>) -> Removal {
+        match filter {
+            AttachmentFilter::One { attachment, untagged } => {
+                let identity = Identity::new(attachment);
+                // The families with a known address come first: a rule in them that leads to another
+                // address shows that the container has another attachment.
+                let mut families = FAMILIES;
+                families.sort_by_key(|family| untagged.addresses_in(*family).is_none());
+                let (mut known, mut has_other_attachment) = (untagged.addresses().to_vec(), false);
+                self.purge_where(Some(&identity.comment), families, |family, rules| {
+                    let named = rules
+                        .iter()
+                        .map(|listed| &listed.rule)
+                        .filter(|rule| identity.ownership_of(rule) == identity::Ownership::This);
+                    known.extend(named.filter_map(shape::container));
+                    let is_known = untagged.addresses_in(family).is_some()
+                        || known.iter().any(|address| Family::of(*address) == family);
+                    // Addresses of the other family select no rule that names only the container.
+                    let addresses: &[IpAddr] = if is_known || has_other_attachment { &known } else { &[] };
+                    let others = identity.rules_to_other_addresses(rules, addresses, shape::container);
+                    has_other_attachment |= !others.is_empty();
+                    identity.own_rules(rules, addresses, shape::container)
+                })
+            }
+            AttachmentFilter::Garbage { network, valid } => self.purge_garbage(network, valid),
+        }
     }
 
-    /// Removes all rules of the attachment for an ADD of `wanted` that fails, in one transaction.
-    /// Rules of Go's plugin are only removed if they lead to the addresses of `wanted`: `ensure`
-    /// would have replaced them.
-    ///
-    /// # Errors
-    /// The rules cannot be read or removed.
-    pub fn undo(&mut self, wanted: &Forwarding) -> Result<()> {
-        let (identity, addresses) = (Identity::new(&wanted.attachment), wanted.addresses());
-        let removal = self.purge_where(Some(&identity.comment), FAMILIES, |_, rules| {
-            identity.own_rules(rules, &addresses, shape::container)
-        });
-        removal.outcome
-    }
-
-    /// Removes every rule that names `network` but none of the `valid` attachments. Also removes
-    /// the mappings that name only the container if such a masquerading rule has their container
-    /// and address.
-    ///
-    /// Other rules that name no network stay, such as those of Go's plugin. If such a rule is a
-    /// mapping and its container has no valid attachment, the result has a remark on the rule.
-    pub fn gc(&mut self, network: &str, valid: &[AttachmentId]) -> Removal {
+    /// Does [`purge`](NftPortMap::purge) for [`AttachmentFilter::Garbage`].
+    fn purge_garbage(&mut self, network: &str, valid: &ValidAttachments) -> Removal {
         let mut valid_by_comment: BTreeMap<String, Vec<Identity>> = BTreeMap::new();
-        for identity in valid.iter().map(Identity::new) {
+        for (container_id, ifname) in valid.iter() {
+            let identity = Identity::new(&AttachmentId::new(network, container_id, ifname));
             valid_by_comment.entry(identity.comment.clone()).or_default().push(identity);
         }
         // A set, because a repeated attempt finds the same rules again.

@@ -52,7 +52,9 @@ fn every_verb_is_one_transaction_or_none() {
             work(&mut backend);
             backend.nft.generation().unwrap().0 - before
         };
-        let purge = |backend: &mut NftPortMap| drop(claims(backend.purge(&AttachmentId::new("net", "c", "eth0"), &[])));
+        let purge = |backend: &mut NftPortMap| {
+            drop(claims(backend.purge(AttachmentFilter::for_del(&AttachmentId::new("net", "c", "eth0"), &[]))))
+        };
         let add = |wanted: Forwarding| {
             move |backend: &mut NftPortMap| drop(backend.ensure(&machine(), &wanted, &mut false).unwrap())
         };
@@ -84,7 +86,9 @@ fn thirty_concurrent_adds_leave_thirty_mappings_once_each() {
         // Concurrent ADDs of the same attachment write its rules once.
         all(&|_| drop(ensure(&wanted(1))));
         assert_eq!(ruleset().matches("dnat to").count(), 60);
-        all(&|number| drop(claims(NftPortMap::open().unwrap().purge(&wanted(number).attachment, &[]))));
+        all(&|number| {
+            drop(claims(NftPortMap::open().unwrap().purge(AttachmentFilter::for_del(&wanted(number).attachment, &[]))))
+        });
         assert!(!ruleset().contains("comment \"c"), "{}", ruleset());
     });
 }
@@ -159,10 +163,10 @@ fn rules_that_have_lost_their_tags_go_by_their_address() {
         let addresses: Vec<IpAddr> = one.containers.iter().map(|container| container.address()).collect();
         let mut backend = NftPortMap::open().unwrap();
         assert_eq!(backend.check(&one).unwrap(), Vec::<String>::new());
-        assert_eq!(claims(backend.purge(&one.attachment, &addresses)).len(), 2);
+        assert_eq!(claims(backend.purge(AttachmentFilter::for_del(&one.attachment, &addresses))).len(), 2);
         assert!(!ruleset().contains("8080") && ruleset().contains("8081"), "{}", ruleset());
         // Without a known address, all rules of the container are removed, as by Go.
-        assert_eq!(claims(backend.purge(&one.attachment, &[])).len(), 2);
+        assert_eq!(claims(backend.purge(AttachmentFilter::for_del(&one.attachment, &[]))).len(), 2);
         assert!(!ruleset().contains("comment \"c\""), "{}", ruleset());
     });
 }
@@ -172,13 +176,15 @@ fn a_long_container_id_works() {
     on_a_host(|| {
         for len in [128, 129, 200, 300] {
             let mut wanted = forwarding(&"x".repeat(len), "eth0", 2, 8080);
+            let valid = ValidAttachments::from_iter([("x".repeat(len), "eth0")]);
+            let none = ValidAttachments::default();
             wanted.policy = Policy::Ignore;
             assert!(changes(&wanted));
             let mut backend = NftPortMap::open().unwrap();
             assert_eq!(backend.check(&wanted).unwrap(), Vec::<String>::new(), "{len}");
-            assert_eq!(claims(backend.gc("net", std::slice::from_ref(&wanted.attachment))), []);
-            assert_eq!(claims(backend.gc("ne", &[])), []);
-            assert_eq!(claims(backend.gc("net", &[])).len(), 2);
+            assert_eq!(claims(backend.purge(AttachmentFilter::Garbage { network: "net", valid: &valid })), []);
+            assert_eq!(claims(backend.purge(AttachmentFilter::Garbage { network: "ne", valid: &none })), []);
+            assert_eq!(claims(backend.purge(AttachmentFilter::Garbage { network: "net", valid: &none })).len(), 2);
             assert!(!ruleset().contains("xxx"), "{}", ruleset());
         }
     });
@@ -206,9 +212,11 @@ fn undo_keeps_the_rules_of_other_attachments() {
         let before = ruleset();
         let mut wanted = forwarding("c", "eth0", 2, 8080);
         wanted.containers.truncate(1);
+        let addresses = wanted.addresses();
         assert!(changes(&wanted));
         assert!(ruleset().contains("8080"));
-        NftPortMap::open().unwrap().undo(&wanted).unwrap();
+        let undo = AttachmentFilter::for_del(&wanted.attachment, &addresses);
+        NftPortMap::open().unwrap().purge(undo).outcome.unwrap();
         assert_eq!(ruleset(), before);
     });
 }
