@@ -193,6 +193,9 @@ impl<'a> Cluster<'a> {
         let is_optional = need == Need::Verification && self.ledger.is_of_boot(&self.host);
         let before = self.ledger.clone();
         let _lock = self.lock(if is_optional { SHORT_WAIT } else { Duration::MAX })?;
+        if self.limit.length.is_zero() {
+            return Err(Error::new(Code::TRY_AGAIN, "the blocks of this node changed until no time was left"));
+        }
         if self.ledger != before {
             return Ok(Obtained::Changed);
         }
@@ -214,8 +217,10 @@ impl<'a> Cluster<'a> {
     /// Takes at most a second. An error is a note, and the next call that needs the store repeats
     /// the release.
     pub fn give_back(&mut self, released: Option<&[IpAddr]>, in_use: &mut ListInUse<'_>) {
-        // As long as no block can be empty, no lock is taken and nothing is listed.
-        if Ledger::read(&self.network.sidecar).surplus(&[], released).is_empty() {
+        // Usually nothing is given back. Then the store is not opened, and no claim lock is taken.
+        let ledger = Ledger::read(&self.network.sidecar);
+        let is_done = |reserved: &[IpAddr]| ledger.surplus(reserved, released).is_empty();
+        if is_done(&[]) || in_use().is_ok_and(|in_use| is_done(&in_use.addresses)) {
             return;
         }
         let outcome = self.lock(SHORT_WAIT).and_then(|_lock| {

@@ -50,6 +50,8 @@ pub(crate) struct Memory {
     pub(crate) faults: VecDeque<Fault>,
     pub(crate) fault: Option<Fault>,
     late: Vec<Late>,
+    /// How many calls have opened the store.
+    pub(crate) opened: usize,
     /// The operations of all requests.
     pub(crate) requests: Vec<&'static str>,
 }
@@ -229,6 +231,7 @@ pub(crate) struct TestNode {
     pub(crate) sets: Vec<RangeSet>,
     pub(crate) layer2: &'static str,
     pub(crate) block_size: Option<u32>,
+    pub(crate) timeout: Duration,
     pub(crate) folder: tempfile::TempDir,
     /// The addresses of the containers.
     pub(crate) reserved: Rc<RefCell<BTreeSet<IpAddr>>>,
@@ -253,6 +256,7 @@ impl TestNode {
             sets: subnets.iter().map(set).collect(),
             layer2: "",
             block_size: None,
+            timeout: Duration::from_secs(2),
             folder: tempfile::tempdir().unwrap(),
             reserved: Rc::default(),
             memory: Rc::clone(memory),
@@ -273,8 +277,9 @@ impl TestNode {
         let machine = TestMachine::default();
         let notes = Rc::clone(&self.notes);
         let open = || {
+            self.memory.borrow_mut().opened += 1;
             let store = Box::new(MemoryStore { memory: Rc::clone(&self.memory), node: self.name.clone() });
-            Ok(Opened { store, timeout: Duration::from_secs(1) })
+            Ok(Opened { store, timeout: self.timeout })
         };
         let network = Network {
             name: "net",

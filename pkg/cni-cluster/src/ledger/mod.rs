@@ -6,7 +6,7 @@
 //! released, because the delete may still take effect. A claim that the ledger does not hold under
 //! its present version is used only after a swap, which makes earlier deletes fail.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
@@ -164,9 +164,9 @@ impl Ledger {
     /// Returns the ledger with this file, or `None` for a damaged or unknown file.
     pub fn parse(bytes: &[u8]) -> Option<Ledger> {
         let ledger: Ledger = serde_json::from_slice(bytes).ok()?;
-        let is_valid =
-            |Entry { block, .. }: &Entry| block.first.is_ipv4() == block.last.is_ipv4() && block.first <= block.last;
-        (ledger.format == FORMAT && ledger.entries.iter().all(is_valid)).then_some(ledger)
+        let is_range = |block: &&Block| block.first.is_ipv4() == block.last.is_ipv4() && block.first <= block.last;
+        let blocks: BTreeSet<&Block> = ledger.entries.iter().map(|entry| &entry.block).filter(is_range).collect();
+        (ledger.format == FORMAT && blocks.len() == ledger.entries.len()).then_some(ledger)
     }
 
     /// Returns the content of the ledger's file.

@@ -161,6 +161,7 @@ fn a_damaged_or_unknown_file_is_not_a_ledger() {
     let mut ledger = ledger(State::Held(version(7)));
     ledger.set_verified(&host("b1", 5));
     ledger.pools.insert("10.61.0.0-24".to_owned(), 16);
+    ledger.entries.push(Entry { block: block(32), state: State::Claiming });
     let text = ledger.to_json();
     let read = Ledger::parse(text.as_bytes()).unwrap();
     assert_eq!((read.to_json(), read.spans(), read.pools), (text.clone(), ledger.spans(), ledger.pools.clone()));
@@ -171,6 +172,8 @@ fn a_damaged_or_unknown_file_is_not_a_ledger() {
         ("\"format\":1", "\"format\":2"),
         ("10.61.0.31", "10.61.0.15"),
         ("10.61.0.31", "fd00::1"),
+        // Two entries of one block.
+        ("10.61.0.32\",\"last\":\"10.61.0.47", "10.61.0.16\",\"last\":\"10.61.0.31"),
         ("\"held\"", "\"kept\""),
     ] {
         assert!(text.contains(from));

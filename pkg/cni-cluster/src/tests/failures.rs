@@ -146,7 +146,9 @@ fn blocks_given_away_during_a_power_loss_are_not_used() {
 
 #[test]
 fn a_node_that_is_cut_off_uses_its_blocks() {
-    for (fault, expected) in [(Fault::Lost, "no answer from 192.0.2.1:443"), (Fault::Refused, "401 Unauthorized")] {
+    for (fault, expected) in
+        [(Fault::Lost, "no answer from 192.0.2.1:443; gave up after 1.0 s"), (Fault::Refused, "401 Unauthorized")]
+    {
         let memory = memory();
         let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/20"]);
         node.add().unwrap();
@@ -155,7 +157,7 @@ fn a_node_that_is_cut_off_uses_its_blocks() {
         node.add().unwrap();
         let note = node.notes.borrow().first().cloned().unwrap();
         let begin = "the blocks of this node are used without a look at their claims: ";
-        assert!(note.strip_prefix(begin).is_some_and(|cause| cause.starts_with(expected)), "{note}");
+        assert!(note.strip_prefix(begin).is_some_and(|cause| cause == expected), "{note}");
         memory.borrow_mut().requests.clear();
         node.host.uptime += 59;
         node.add().unwrap();
@@ -165,6 +167,17 @@ fn a_node_that_is_cut_off_uses_its_blocks() {
         node.add().unwrap();
         assert_eq!(memory.borrow().requests, ["pool", "claims"]);
     }
+}
+
+#[test]
+fn a_verification_that_finds_a_wrong_configuration_fails() {
+    let memory = memory();
+    let mut node = TestNode { block_size: Some(16), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    node.add().unwrap();
+    memory.borrow_mut().pools.values_mut().for_each(|pool| pool.block_size = 8);
+    node.add().unwrap();
+    node.host.uptime += 15 * 60;
+    assert_eq!(node.add().unwrap_err().code(), Code::INVALID_CONFIG);
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::rc::Rc;
 
 use cni::Code;
 
+use crate::cluster::{Need, Obtained};
 use crate::ledger::State;
 use crate::pool;
 use crate::store::{Claim, Pool, Reclaim};
@@ -149,29 +150,41 @@ fn overlapping_pools_need_different_layer2_networks() {
 #[test]
 fn after_eight_claimed_blocks_a_list_is_requested() {
     let memory = memory();
-    let full = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
-    for _ in 0..254 - 16 {
-        full.add().unwrap();
-    }
+    let full = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    while full.add().is_ok() {}
+    let free = *full.reserved.borrow().iter().next().unwrap();
+    full.del(free);
+    let node = TestNode::new(&memory, "node2", &["10.61.0.0/24"]);
     memory.borrow_mut().requests.clear();
-    TestNode::new(&memory, "node2", &["10.61.0.0/24"]).add().unwrap();
+    assert_eq!(node.add().unwrap(), free);
     let requests = memory.borrow().requests.clone();
-    let count = |name: &str| requests.iter().filter(|request| **request == name).count();
-    assert!(count("create") <= 9 && count("taken") <= 1, "{requests:?}");
+    let before_list = requests.iter().take_while(|request| **request != "taken");
+    assert_eq!(before_list.filter(|request| **request == "create").count(), 8, "{requests:?}");
+    assert_eq!(requests[requests.len() - 3..], ["taken", "pool", "create"]);
 }
 
 #[test]
 fn a_second_process_uses_the_block_of_the_first() {
     let memory = memory();
-    let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    let node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    node.add().unwrap();
     node.call(|slow| {
-        assert_eq!(slow.held().unwrap(), None);
+        assert_eq!(slow.held().unwrap().map(|spans| spans.len()), Some(1));
         node.add().unwrap();
         memory.borrow_mut().requests.clear();
-        let obtained = slow.obtain(crate::cluster::Need::Verification, &mut || node.list()).unwrap();
-        assert_eq!(obtained, crate::cluster::Obtained::Changed);
-        assert!(slow.held().unwrap().is_some() && memory.borrow().requests.is_empty());
+        assert_eq!(slow.obtain(Need::Set(0), &mut || node.list()).unwrap(), Obtained::Changed);
+        assert!(memory.borrow().requests.is_empty());
+        assert_eq!(slow.held().unwrap().map(|spans| spans.len()), Some(2));
     });
+}
+
+#[test]
+fn a_call_ends_when_its_time_is_over() {
+    let memory = memory();
+    let node = TestNode { timeout: std::time::Duration::ZERO, ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    let error = node.add().unwrap_err();
+    let expected = "the blocks of this node changed until no time was left";
+    assert_eq!((error.code(), error.to_string().as_str()), (Code::TRY_AGAIN, expected));
 }
 
 #[test]
@@ -189,6 +202,17 @@ fn a_del_gives_back_a_second_empty_block() {
     assert_eq!(node.ledger().spans().len(), 1);
     node.gc();
     assert_eq!(memory.borrow().count("node1"), 1);
+}
+
+#[test]
+fn a_del_that_empties_no_block_does_not_open_the_store() {
+    let memory = memory();
+    let node = TestNode { block_size: Some(4), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+    let addresses: Vec<IpAddr> = (0..9).map(|_| node.add().unwrap()).collect();
+    let opened = memory.borrow().opened;
+    node.del(addresses[1]);
+    node.del(addresses[5]);
+    assert_eq!(memory.borrow().opened, opened);
 }
 
 #[test]
