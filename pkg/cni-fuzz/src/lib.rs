@@ -26,6 +26,7 @@ pub mod gob;
 pub mod index;
 mod input;
 pub mod iptables;
+pub mod ledger;
 mod machine;
 pub mod nft;
 pub mod node_file;
@@ -41,7 +42,7 @@ pub mod tuning;
 pub type Target = fn(&[u8]);
 
 /// All targets, each with the name of its archive in `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 20] = [
+pub const TARGETS: [(&str, Target); 21] = [
     ("advertisement", advertisement::run),
     ("answer", answer::run),
     ("args", args::run),
@@ -53,6 +54,7 @@ pub const TARGETS: [(&str, Target); 20] = [
     ("gob", gob::run),
     ("index", index::run),
     ("iptables", iptables::run),
+    ("ledger", ledger::run),
     ("nft", nft::run),
     ("node_file", node_file::run),
     ("proc", proc::run),
