@@ -34,7 +34,7 @@ const TICK: Duration = Duration::from_millis(100);
 #[derive(Debug, Default)]
 pub(crate) struct Response {
     /// The method and the URL of the request, for messages.
-    request: String,
+    pub(crate) request: String,
     pub(crate) status: u16,
     /// The server's time in seconds since 1970.
     pub(crate) date: Option<u64>,

@@ -6,7 +6,7 @@
 use std::net::IpAddr;
 use std::time::Instant;
 
-use cni::Error;
+use cni::{Code, Error};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -84,12 +84,10 @@ impl<'m> Kubernetes<'m> {
             404 if response.json::<Value>().is_ok_and(|status| status["reason"] == "NotFound") => {
                 Ok(Outcome::Absent(response.date))
             }
-            404 => Err(match response.failure() {
-                Failure::Refused(error) => {
-                    Failure::Refused(error.with_details(format!("is the API group {GROUP} installed?")))
-                }
-                unknown @ Failure::Unknown(_) => unknown,
-            }),
+            404 => {
+                let msg = format!("{}: HTTP 404: the API group {GROUP} is not installed", response.request);
+                Err(Failure::Refused(Error::new(Code::REFUSED, msg)))
+            }
             _ => Err(response.failure()),
         }
     }
@@ -243,10 +241,7 @@ fn name(pool: &str, first: IpAddr) -> String {
 
 /// Encodes a value for a path or a query. Another node's name comes from its claim.
 fn encoded(value: &str) -> String {
-    let encode = |byte: u8| match byte {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => char::from(byte).to_string(),
-        b'.' if !value.starts_with('.') => ".".to_owned(),
-        _ => format!("%{byte:02X}"),
-    };
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    let encode = |byte: u8| if is_plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") };
     value.bytes().map(encode).collect()
 }

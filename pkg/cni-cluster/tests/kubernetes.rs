@@ -147,7 +147,7 @@ fn a_node_is_present_with_its_machine_or_absent_at_a_time() {
     // The name comes from a claim, and leads to no other object.
     server.take_requests();
     assert!(matches!(store.node_state("../pods?a=b").unwrap(), NodeState::Absent(_)));
-    assert_eq!(server.take_requests(), ["GET /api/v1/nodes/%2E%2E%2Fpods%3Fa%3Db"]);
+    assert_eq!(server.take_requests(), ["GET /api/v1/nodes/..%2Fpods%3Fa%3Db"]);
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn a_server_without_the_kinds_names_what_to_install() {
     server.uninstall();
     let (code, text) = refused(store.create(&claim(POOL, "10.61.0.64", "node1")));
     assert!(
-        code == 103 && text.contains("404 page not found; is the API group ipam.cni-plugins-rust.dev installed?"),
+        code == 103 && text.contains("HTTP 404: the API group ipam.cni-plugins-rust.dev is not installed"),
         "{text}"
     );
     assert_eq!(refused(store.pool(POOL)).0, 103);
