@@ -26,16 +26,12 @@ enum Outcome {
 
 /// A client of the members of one etcd.
 pub(crate) struct Etcd<'m> {
-    client: Client<'m>,
-    node: Option<String>,
-    prefix: String,
+    pub(crate) client: Client<'m>,
+    /// The beginning of all keys.
+    pub(crate) prefix: String,
 }
 
-impl<'m> Etcd<'m> {
-    pub(crate) fn new(client: Client<'m>, node: Option<String>, prefix: &str) -> Etcd<'m> {
-        Etcd { client, node, prefix: prefix.to_owned() }
-    }
-
+impl Etcd<'_> {
     fn call(&mut self, path: &str, body: &Value) -> Answer<Value> {
         let response = self.client.send("POST", &format!("/v3/kv/{path}"), "application/json", &body.to_string())?;
         match (response.status, response.failure()) {
@@ -98,7 +94,7 @@ impl<'m> Etcd<'m> {
 
 impl Store for Etcd<'_> {
     fn node(&mut self) -> Answer<String> {
-        if let Some(node) = &self.node {
+        if let Some(node) = &self.client.conf.node {
             return Ok(node.clone());
         }
         let path = "/proc/sys/kernel/hostname";
@@ -107,7 +103,7 @@ impl Store for Etcd<'_> {
     }
 
     fn set_deadline(&mut self, deadline: Instant) {
-        self.client.set_deadline(deadline);
+        self.client.patience.deadline = deadline;
     }
 
     fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -66,9 +66,9 @@ impl Response {
 
 /// The end of a wait.
 #[derive(Clone, Copy)]
-struct Patience<'m> {
+pub(crate) struct Patience<'m> {
     machine: &'m dyn Machine,
-    deadline: Instant,
+    pub(crate) deadline: Instant,
 }
 
 impl Patience<'_> {
@@ -115,12 +115,10 @@ type Connection<'m> = BufReader<StreamOwned<ClientConnection, Socket<'m>>>;
 
 /// A client of one store, with at most one connection.
 pub(crate) struct Client<'m> {
-    patience: Patience<'m>,
+    /// The first endpoint is used, or tried next.
+    pub(crate) conf: Conf,
+    pub(crate) patience: Patience<'m>,
     tls: Arc<ClientConfig>,
-    token_file: Option<PathBuf>,
-    server_name: Option<String>,
-    /// The first one is used, or tried next.
-    endpoints: Vec<String>,
     connection: Option<Connection<'m>>,
 }
 
@@ -143,39 +141,35 @@ impl<'m> Client<'m> {
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| Error::caused(Code::INTERNAL, "failed to set up TLS", error))?
             .with_root_certificates(roots);
-        let (tls, token_file) = match &conf.credentials {
+        let tls = match &conf.credentials {
             Credentials::Certificate(cert, key) => {
                 let private = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|error| wrong(key, &error))?;
-                (tls.with_client_auth_cert(certificates(cert)?, private).map_err(|error| wrong(cert, &error))?, None)
+                tls.with_client_auth_cert(certificates(cert)?, private).map_err(|error| wrong(cert, &error))?
             }
-            Credentials::Token(path) => (tls.with_no_client_auth(), Some(path.clone())),
+            Credentials::Token(_) => tls.with_no_client_auth(),
         };
-        let mut endpoints = conf.endpoints.clone();
-        endpoints.rotate_left(getrandom::u32().unwrap_or(0) as usize % conf.endpoints.len());
+        let mut conf = conf.clone();
+        let first = getrandom::u32().unwrap_or(0) as usize % conf.endpoints.len();
+        conf.endpoints.rotate_left(first);
         let patience = Patience { machine, deadline: machine.now() + conf.timeout };
-        let server_name = conf.server_name.clone();
-        Ok(Client { patience, tls: Arc::new(tls), token_file, server_name, endpoints, connection: None })
-    }
-
-    /// Sets the time at which every wait ends.
-    pub(crate) fn set_deadline(&mut self, deadline: Instant) {
-        self.patience.deadline = deadline;
+        Ok(Client { conf, patience, tls: Arc::new(tls), connection: None })
     }
 
     /// Sends a request with a path and query, and a body of JSON or none. Returns the answer,
     /// whatever its status. After a failure the next request goes to another endpoint.
     pub(crate) fn send(&mut self, method: &str, path: &str, accept: &str, body: &str) -> Answer<Response> {
-        let mut headers = format!("Host: {}\r\nUser-Agent: cluster-local\r\nAccept: {accept}\r\n", self.endpoints[0]);
-        if let Some(file) = &self.token_file {
+        let endpoint = &self.conf.endpoints[0];
+        let mut headers = format!("Host: {endpoint}\r\nUser-Agent: cluster-local\r\nAccept: {accept}\r\n");
+        if let Credentials::Token(file) = &self.conf.credentials {
             let token = read(file).map_err(Failure::Refused)?;
             headers += &format!("Authorization: Bearer {}\r\n", String::from_utf8_lossy(&token).trim());
         }
         headers += &format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
-        let url = format!("{method} https://{}{}", self.endpoints[0], path.split('?').next().unwrap_or_default());
+        let url = format!("{method} https://{endpoint}{}", path.split('?').next().unwrap_or_default());
         match self.exchange(format!("{method} {path} HTTP/1.1\r\n{headers}\r\n{body}").as_bytes()) {
             Ok(response) => Ok(Response { request: url, ..response }),
             Err(error) => {
-                self.endpoints.rotate_left(1);
+                self.conf.endpoints.rotate_left(1);
                 Err(failure(&url, error))
             }
         }
@@ -196,11 +190,11 @@ impl<'m> Client<'m> {
         let Patience { machine, deadline } = self.patience;
         // An endpoint that does not answer must leave time for the others.
         let now = machine.now();
-        let share = deadline.saturating_duration_since(now) / self.endpoints.len() as u32;
+        let share = deadline.saturating_duration_since(now) / self.conf.endpoints.len().min(3) as u32;
         let patience = Patience { machine, deadline: now + share };
-        let endpoint = self.endpoints[0].clone();
+        let endpoint = self.conf.endpoints[0].clone();
         let host = endpoint.rsplit_once(':').map_or("", |(host, _)| host.trim_matches(['[', ']']));
-        let name = ServerName::try_from(self.server_name.as_deref().unwrap_or(host).to_owned());
+        let name = ServerName::try_from(self.conf.server_name.as_deref().unwrap_or(host).to_owned());
         let name = name.map_err(io::Error::other)?;
         let mut session = ClientConnection::new(Arc::clone(&self.tls), name).map_err(io::Error::other)?;
         // On a thread, because neither the resolution of a name nor connect(2) looks for a signal.
@@ -261,9 +255,11 @@ pub(crate) fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
     }
     response.is_reusable = !closes && (is_chunked || length.is_some());
     loop {
-        let chunk = if is_chunked { line(input)? } else { String::new() };
-        let chunk = u64::from_str_radix(chunk.split(';').next().unwrap_or_default().trim(), 16);
-        let size = if is_chunked { chunk.map_err(|_| wrong("chunk"))? } else { length.unwrap_or(0) };
+        let size = match is_chunked {
+            true => u64::from_str_radix(line(input)?.split(';').next().unwrap_or_default().trim(), 16),
+            false => Ok(length.unwrap_or(0)),
+        };
+        let size = size.map_err(|_| wrong("chunk"))?;
         if size > MAX_BODY - response.body.len() as u64
             || input.take(size).read_to_end(&mut response.body)? as u64 != size
         {

@@ -26,10 +26,7 @@ const JSON: &str = "application/json";
 const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
 
 /// A client of one API server.
-pub(crate) struct Kubernetes<'m> {
-    client: Client<'m>,
-    node: Option<String>,
-}
+pub(crate) struct Kubernetes<'m>(pub(crate) Client<'m>);
 
 /// An object with the kind-specific part `T`.
 #[derive(Deserialize)]
@@ -59,24 +56,13 @@ enum Outcome {
     Conflict,
 }
 
-impl Outcome {
-    /// Returns the answer, or `None` without such an object.
-    fn found(self) -> Option<Response> {
-        if let Outcome::Done(response) = self { Some(response) } else { None }
-    }
-}
-
-impl<'m> Kubernetes<'m> {
-    pub(crate) fn new(client: Client<'m>, node: Option<String>) -> Kubernetes<'m> {
-        Kubernetes { client, node }
-    }
-
+impl Kubernetes<'_> {
     /// Sends one request to `path`, which is relative to the API group's unless it begins with `/`.
     fn call(&mut self, method: &str, path: &str, body: Option<Value>) -> Answer<Outcome> {
         let path = if path.starts_with('/') { path.to_owned() } else { format!("/apis/{GROUP}/v1/{path}") };
         let accept = if path.ends_with("includeObject=None") { TABLE } else { JSON };
         let body = body.map_or_else(String::new, |body| body.to_string());
-        let response = self.client.send(method, &path, accept, &body)?;
+        let response = self.0.send(method, &path, accept, &body)?;
         match response.status {
             200 | 201 => Ok(Outcome::Done(response)),
             409 => Ok(Outcome::Conflict),
@@ -94,7 +80,10 @@ impl<'m> Kubernetes<'m> {
 
     /// Reads what `path` names: an object or a list.
     fn read<T: DeserializeOwned>(&mut self, path: &str) -> Answer<Option<T>> {
-        self.call("GET", path, None)?.found().map(|response| response.json()).transpose()
+        match self.call("GET", path, None)? {
+            Outcome::Done(response) => response.json().map(Some),
+            Outcome::Absent(_) | Outcome::Conflict => Ok(None),
+        }
     }
 
     /// Reads a list. There always is one.
@@ -114,25 +103,26 @@ impl<'m> Kubernetes<'m> {
 
 impl Store for Kubernetes<'_> {
     fn node(&mut self) -> Answer<String> {
-        if self.node.is_none() {
+        if self.0.conf.node.is_none() {
             let body = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"});
             let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
-            let review = self.call("POST", path, Some(body))?.found();
-            let review: Value = review.map_or_else(|| Ok(Value::Null), |response| response.json())?;
+            let review: Value = match self.call("POST", path, Some(body))? {
+                Outcome::Done(response) => response.json()?,
+                Outcome::Absent(_) | Outcome::Conflict => Value::Null,
+            };
             let user = &review["status"]["userInfo"];
             let of_kubelet = user["username"].as_str().and_then(|name| name.strip_prefix("system:node:"));
             let of_token = user["extra"]["authentication.kubernetes.io/node-name"][0].as_str();
-            let unnamed = || {
-                let msg = format!("the credentials of user {} belong to no node: set the key node", user["username"]);
-                Failure::Refused(Error::config(msg))
-            };
-            self.node = Some(of_kubelet.or(of_token).ok_or_else(unnamed)?.to_owned());
+            let unnamed =
+                || format!("the credentials of user {} belong to no node: set the key node", user["username"]);
+            let node = of_kubelet.or(of_token).ok_or_else(|| Failure::Refused(Error::config(unnamed())))?;
+            self.0.conf.node = Some(node.to_owned());
         }
-        Ok(self.node.clone().unwrap_or_default())
+        Ok(self.0.conf.node.clone().unwrap_or_default())
     }
 
     fn set_deadline(&mut self, deadline: Instant) {
-        self.client.set_deadline(deadline);
+        self.0.patience.deadline = deadline;
     }
 
     fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {

@@ -47,9 +47,8 @@ use store::Store;
 /// Code 5 if a file cannot be read, 7 if it does not have what it should have.
 pub fn open<'m>(conf: &Conf, machine: &'m dyn Machine) -> cni::Result<Box<dyn Store + 'm>> {
     let client = http::Client::new(conf, machine)?;
-    let node = conf.node.clone();
     Ok(match &conf.kind {
-        Kind::Kubernetes => Box::new(kubernetes::Kubernetes::new(client, node)),
-        Kind::Etcd(prefix) => Box::new(etcd::Etcd::new(client, node, prefix)),
+        Kind::Kubernetes => Box::new(kubernetes::Kubernetes(client)),
+        Kind::Etcd(prefix) => Box::new(etcd::Etcd { client, prefix: prefix.clone() }),
     })
 }
