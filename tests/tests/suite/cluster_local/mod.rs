@@ -1,5 +1,6 @@
 //! cluster-local with an API server of its own: nodes are namespaces, and reach it by loopback.
 
+mod etcd;
 mod failure;
 mod life;
 mod nodes;
