@@ -337,6 +337,9 @@ fn the_name_in_the_certificate_can_be_another() {
     let (_server, mut file, _) = node1();
     file["kubernetes"]["serverName"] = json!("kubernetes");
     assert!(open(&file).pool(POOL).unwrap().is_some());
+    let url = file["kubernetes"]["server"].as_str().unwrap().replace("127.0.0.1", "localhost");
+    file["kubernetes"]["server"] = json!(url);
+    assert!(open(&file).pool(POOL).unwrap().is_some());
     file["kubernetes"]["serverName"] = json!("other");
     let (code, text) = refused(open(&file).pools());
     assert!(code == 103 && text.contains("invalid peer certificate"), "{text}");

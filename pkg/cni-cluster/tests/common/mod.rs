@@ -103,6 +103,15 @@ pub(crate) fn create(store: &mut dyn Store, claim: &Claim) -> Version {
     }
 }
 
+/// Waits until the list for the choice of a candidate, which may be a moment old, has these blocks.
+#[track_caller]
+fn wait_until_taken(store: &mut dyn Store, pool: &str, expected: &[(IpAddr, String)]) {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while store.taken(pool).unwrap() != expected {
+        assert!(Instant::now() < deadline, "{:?}", store.taken(pool));
+    }
+}
+
 /// What every store does with the records of a pool: `node` is the node of `store`, and `pool` does
 /// not exist yet.
 #[track_caller]
@@ -124,7 +133,7 @@ pub(crate) fn keeps_the_contract(store: &mut dyn Store, node: &str, layer2: &str
         assert_eq!(store.get(pool, own.first).unwrap(), Some((own.clone(), version.clone())));
         assert!(store.claims_of(node).unwrap().contains(&(own.clone(), version.clone())));
         assert!(store.claims_of("no-such-node").unwrap().is_empty());
-        assert_eq!(store.taken(pool).unwrap(), [(own.first, node.to_owned())]);
+        wait_until_taken(store, pool, &[(own.first, node.to_owned())]);
         // A new version fences the old one.
         own.nonce = "fedcba9876543210".to_owned();
         let Swapped::Swapped(newer) = store.swap(&own, &version).unwrap() else { panic!("changed") };
@@ -134,7 +143,7 @@ pub(crate) fn keeps_the_contract(store: &mut dyn Store, node: &str, layer2: &str
         assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Deleted::Deleted);
         assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Deleted::Absent);
         assert_eq!(store.swap(&own, &newer).unwrap(), Swapped::Changed);
-        assert_eq!(store.taken(pool).unwrap(), []);
+        wait_until_taken(store, pool, &[]);
         let second = create(store, &claim(pool, other, node));
         assert_eq!(store.delete(pool, address(other), &second).unwrap(), Deleted::Deleted);
     }

@@ -1,5 +1,5 @@
-//! cluster-local with real members of etcd: three nodes are three data directories, because only one
-//! namespace reaches the members.
+//! cluster-local with real members of etcd: three nodes are three data directories, because only
+//! one namespace reaches the members.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
