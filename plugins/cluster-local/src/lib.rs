@@ -6,12 +6,11 @@
 //! list of these blocks, the ledger, and asks the store. Only an ADD that needs a block, and a DEL
 //! or GC that empties one, send requests. No request is sent while host-local's lock is held.
 
-mod conf;
 #[cfg(test)]
 mod tests;
 
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
@@ -19,13 +18,13 @@ use cni::machine::Machine;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_cluster::cluster::{Cluster, InUse, Need, Network, Obtained, Opened};
-use cni_cluster::conf::Conf;
+use cni_cluster::conf::{self, Conf};
 use cni_cluster::ledger::{Host, Ledger};
+use cni_cluster::pool;
 use cni_cluster::store::Store;
 use cni_ipam::{Lease, RangeSet, Shortage, allocator};
 use plugin_host_local::{HostLocal, Pool, Request, Reservations};
-
-pub use conf::Keys;
+use serde::Deserialize;
 
 /// Opens the store of claims that the node's file names.
 pub type Open = for<'m> fn(&Conf, &'m dyn Machine) -> Result<Box<dyn Store + 'm>>;
@@ -36,6 +35,38 @@ pub struct ClusterLocal {
     /// How to open the store. A program that only checks configurations passes a function without
     /// TLS, which would add a megabyte to it.
     pub open: Open,
+}
+
+/// The keys in `ipam` that `cluster-local` has besides host-local's.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Keys {
+    /// The addresses of a block, or `None` for the size of the pool's blocks.
+    pub block_size: Option<u32>,
+    /// The layer 2 network, or empty.
+    pub layer2: String,
+    cluster_conf: Option<PathBuf>,
+}
+
+impl Keys {
+    /// Reads and checks the keys.
+    ///
+    /// # Errors
+    /// Code 7 if a key is invalid.
+    pub fn read(conf: &NetConf) -> Result<Keys> {
+        let keys = conf.json().get("ipam").map_or_else(|| Ok(Keys::default()), Json::decode);
+        let keys: Keys = keys.map_err(|error| Error::config(format!("ipam: {error}")))?;
+        keys.block_size.map_or(Ok(()), pool::check_block_size)?;
+        if !keys.layer2.is_empty() {
+            pool::check_layer2(&keys.layer2)?;
+        }
+        Ok(keys)
+    }
+
+    /// Returns the path of the node's file.
+    pub fn node_file(&self) -> &Path {
+        self.cluster_conf.as_deref().unwrap_or(Path::new(conf::DEFAULT_PATH))
+    }
 }
 
 impl ClusterLocal {
@@ -51,13 +82,13 @@ impl ClusterLocal {
         sets: &[RangeSet],
         work: impl FnOnce(&mut Cluster<'_>) -> Result<T>,
     ) -> Result<T> {
-        let Keys { block_size, layer2, cluster_conf } = Keys::read(&call.conf)?;
+        let keys = Keys::read(&call.conf)?;
         let open = || {
-            let conf = Conf::read(&cluster_conf)?;
+            let conf = Conf::read(keys.node_file())?;
             Ok(Opened { store: (self.open)(&conf, call.machine)?, timeout: conf.timeout })
         };
         let (name, sidecar) = (call.conf.name(), reservations.sidecar().to_owned());
-        let network = Network { name, sidecar, layer2: &layer2, block_size, sets };
+        let network = Network { name, sidecar, layer2: &keys.layer2, block_size: keys.block_size, sets };
         work(&mut Cluster::new(network, Host::read(Path::new("/"))?, call.machine, call.notes.clone(), &open))
     }
 
@@ -90,7 +121,8 @@ impl Plugin for ClusterLocal {
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
         let mut unknown = HostLocal.unknown_keys(json);
-        unknown.retain(|key| !conf::NAMES.iter().any(|name| name.eq_ignore_ascii_case(&key.path)));
+        let own = ["ipam.blockSize", "ipam.layer2", "ipam.clusterConf"];
+        unknown.retain(|key| !own.iter().any(|name| name.eq_ignore_ascii_case(&key.path)));
         unknown
     }
 
@@ -125,7 +157,7 @@ impl Plugin for ClusterLocal {
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
         HostLocal.status(call)?;
-        Conf::read(&Keys::read(&call.conf)?.cluster_conf)
+        Conf::read(Keys::read(&call.conf)?.node_file())
             .and_then(|conf| conf.check_files())
             .map_err(|error| Error::new(Code::NOT_AVAILABLE, error.to_string()))?;
         let reservations = Reservations::read(call)?;

@@ -19,10 +19,10 @@ fn conf(keys: &Value) -> NetConf {
 #[test]
 fn without_keys_the_pool_is_the_subnets_own() {
     let keys = Keys::read(&conf(&json!({}))).unwrap();
-    let cluster_conf = "/etc/cni/cluster-local.json".into();
-    assert_eq!(keys, Keys { block_size: None, layer2: String::new(), cluster_conf });
+    assert_eq!((keys.block_size, keys.layer2.as_str()), (None, ""));
+    assert_eq!(keys.node_file(), Path::new("/etc/cni/cluster-local.json"));
     let keys = Keys::read(&conf(&json!({"BlockSize": 16, "layer2": "vlan-20", "clusterConf": "/c"}))).unwrap();
-    assert_eq!(keys, Keys { block_size: Some(16), layer2: "vlan-20".to_owned(), cluster_conf: "/c".into() });
+    assert_eq!((keys.block_size, keys.layer2.as_str(), keys.node_file()), (Some(16), "vlan-20", Path::new("/c")));
 }
 
 #[test]
