@@ -16,10 +16,12 @@ const MAX_LENGTH: u64 = MAX_STDIN as u64;
 /// The file cannot be read, is not a regular file, or is larger than 16 MiB.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     // Checked before opening, because opening a FIFO would wait for a writer.
-    if !fs::metadata(path)?.is_file() {
+    let metadata = fs::metadata(path)?;
+    if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    let mut bytes = Vec::new();
+    // One call reads the content of most files, another one notices the end.
+    let mut bytes = Vec::with_capacity(metadata.len().min(MAX_LENGTH) as usize + 1);
     // Reads one byte more than allowed, to notice a file that is too long.
     File::open(path)?.take(MAX_LENGTH + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_LENGTH {

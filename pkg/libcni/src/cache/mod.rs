@@ -423,7 +423,8 @@ fn read(path: &Path) -> Result<Content> {
     if !metadata.is_file() && !metadata.is_dir() {
         return undecodable("it is not a regular file");
     }
-    let mut bytes = Vec::new();
+    // One call reads the content of most files, another one notices the end.
+    let mut bytes = Vec::with_capacity(metadata.len().min(MAX_FILE_LENGTH) as usize + 1);
     // One byte more shows that the file is too long.
     match File::open(path).and_then(|file| file.take(MAX_FILE_LENGTH + 1).read_to_end(&mut bytes)) {
         Ok(length) if length as u64 > MAX_FILE_LENGTH => undecodable("it is longer than 64 MiB"),
