@@ -103,7 +103,7 @@ pub(crate) fn complete(args: &Complete, context: &Context<'_>, streams: &mut Str
         ["inspect", network] => containers(context, Some(network))?,
         ["ipam", "release", network] => {
             let silent = Context { notes: Notes::silent(), ..context.clone() };
-            let ipam = IpamContext { context: &silent, data_dir: None };
+            let ipam = IpamContext { context: &silent, data_dir: None, cached: None };
             entries(&ipam.pool_of(network)?.folder())
         }
         ["add" | "check" | "del", _] => {

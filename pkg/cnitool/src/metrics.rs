@@ -15,7 +15,7 @@ use cni_ipam::RangeSets;
 use cni_ipam::store::Usage;
 use cni_linux::{file, flock};
 
-use crate::call::{Call, Context, Exit, Streams};
+use crate::call::{Context, Exit, Streams};
 use crate::doctor::{self, CheckOutcome, Extent};
 use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &MetricsArgs, context: &Context<'_>, streams: &mut Strea
     );
     let examined = doctor::examine(Extent::Host, context).and_then(|(outcomes, snapshot)| {
         add_addresses(&mut text, &snapshot, &streams.notes)?;
-        add_attachments(&mut text, &snapshot, context.call);
+        add_attachments(&mut text, &snapshot);
         add_findings(&mut text, &outcomes);
         add_leases(&mut text, &snapshot);
         Ok(())
@@ -138,7 +138,7 @@ fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> R
 }
 
 /// Adds the number of attachments and leftovers.
-fn add_attachments(text: &mut Exposition, snapshot: &Snapshot, call: &Call<'_>) {
+fn add_attachments(text: &mut Exposition, snapshot: &Snapshot) {
     let cached = &snapshot.attachments.cached;
     let networks = cached.iter().map(|entry| [entry.network.as_str()]);
     text.add_counts("cni_attachments", "Attachments in the result cache.", ["network"], networks);
@@ -146,7 +146,7 @@ fn add_attachments(text: &mut Exposition, snapshot: &Snapshot, call: &Call<'_>) 
     let plugins = lists.iter().flat_map(|list| list.plugins().iter().map(|plugin| [list.name(), plugin.kind()]));
     let help = "Attachments in the result cache to which a plugin has contributed.";
     text.add_counts("cni_plugin_attachments", help, ["network", "plugin"], plugins);
-    let leftovers = leftovers::list(snapshot, call);
+    let leftovers = leftovers::list(snapshot);
     let kinds = leftovers.iter().map(|leftover| [leftover.kind]);
     text.add_counts("cni_leftovers", "Objects of containers that do not exist any more.", ["kind"], kinds);
 }
@@ -183,8 +183,10 @@ fn add_leases(text: &mut Exposition, snapshot: &Snapshot) {
 /// # Errors
 /// Code 5 if the folder of the networks or of reservations, or the kernel's list, cannot be read.
 fn oldest_lock_wait(context: &Context<'_>) -> Result<Duration, Error> {
-    let lock_files =
-        IpamContext { context, data_dir: None }.list_pools()?.into_iter().map(|pool| pool.folder().join("lock"));
+    let lock_files = IpamContext { context, data_dir: None, cached: Some(&[]) }
+        .list_pools()?
+        .into_iter()
+        .map(|pool| pool.folder().join("lock"));
     let inodes: Vec<String> =
         lock_files.filter_map(|path| Some(format!(":{} ", fs::metadata(path).ok()?.ino()))).collect();
     let locks = flock::read_locks().map_err(|error| Error::caused(Code::IO, "failed to read /proc/locks", error))?;

@@ -13,7 +13,7 @@ use cni_linux::{Link, program, sysctl};
 use libcni::cache::Entry;
 use serde_json::Value;
 
-use super::{CheckOutcome, Examined, advice};
+use super::{CheckOutcome, Examined, Extent, advice};
 use crate::node::objects::HOST_PORT;
 use crate::node::result_of;
 
@@ -269,7 +269,8 @@ pub(super) fn variants(node: &Examined<'_>) -> CheckOutcome {
         // iptables-legacy would load its kernel modules, so it is only run if a legacy table
         // exists.
         let legacy = if legacy_tables.trim().is_empty() { 0 } else { count_rules("legacy") };
-        let nft = count_rules("nft");
+        // Without rules of the other variant, these are not a problem.
+        let nft = if legacy == 0 && node.extent == Extent::Host { 0 } else { count_rules("nft") };
         if legacy > 0 && nft > 0 {
             let problem = format!(
                 "has {legacy} rules and {program}-nft has {nft}: each shows only its own rules, but packets pass both"

@@ -5,7 +5,7 @@ use std::path::Path;
 use cni::AttachmentId;
 use cni::Error;
 use cni_linux::route::Family;
-use cni_linux::{Link, Netlink, Netns, OperState, sysctl};
+use cni_linux::{Link, Netns, OperState, sysctl};
 use cni_plugin::interface::disabled_forwarding;
 
 use super::{CheckOutcome, Examined};
@@ -117,7 +117,7 @@ fn set_container_end(node: &Examined<'_>, attachment: &AttachmentId, change: &st
 /// namespace cannot be entered.
 fn find_container_end(node: &Examined<'_>, attachment: &AttachmentId) -> Option<Link> {
     let netns = Netns::open(Path::new(&netns_of(node, attachment)?)).ok()?;
-    Netlink::open().ok()?.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
+    node.netlink.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
 
 /// Checks for each attachment that the two ends of its link have the same MTU, and that neither the
@@ -127,7 +127,7 @@ fn find_container_end(node: &Examined<'_>, attachment: &AttachmentId) -> Option<
 /// The kernel's error if the routes cannot be listed.
 pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
-    let uplink = find_uplink(&node.snapshot.attachments.links)?;
+    let uplink = find_uplink(node)?;
     // A problem that many containers share is reported once for their bridge or network.
     let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
     let attached_links = node.snapshot.attachments.attached_links();
@@ -177,14 +177,13 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
 ///
 /// # Errors
 /// The kernel's error if the routes cannot be listed.
-fn find_uplink(links: &[Link]) -> Result<Option<Link>, Error> {
-    let netlink = Netlink::open()?;
+fn find_uplink(node: &Examined<'_>) -> Result<Option<Link>, Error> {
     for family in [Family::V4, Family::V6] {
-        let mut routes = netlink.list_routes(family, None)?;
+        let mut routes = node.netlink.list_routes(family, None)?;
         routes.retain(|route| route.dst.is_default_route());
         routes.sort_by_key(cni_linux::Route::metric);
         if let Some(route) = routes.first() {
-            return Ok(links.iter().find(|link| link.index == route.oif).cloned());
+            return Ok(node.snapshot.attachments.links.iter().find(|link| link.index == route.oif).cloned());
         }
     }
     Ok(None)
@@ -204,7 +203,6 @@ const LOOSE_RP_FILTER: u8 = 2;
 /// The kernel's error if netlink cannot be used.
 pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("rp_filter");
-    let netlink = Netlink::open()?;
     for bridge in node.snapshot.bridges() {
         // A value that cannot be read counts as 0 (no filter).
         let read_mode = |name: &str| -> u8 {
@@ -219,7 +217,7 @@ pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
             let Some(result) = result_of(entry) else { continue };
             for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();
-                if netlink.outgoing_interface(address).ok() != Some(bridge.index) {
+                if node.netlink.outgoing_interface(address).ok() != Some(bridge.index) {
                     let object = format!("{address} of network {}", entry.network);
                     let problem = format!(
                         "is on {}, but the host's route to it uses another interface: the strict rp_filter drops packets that it \

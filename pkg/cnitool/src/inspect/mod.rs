@@ -55,7 +55,7 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
     let selected = cached.iter().filter(|e| is_selected(Some(&e.network), Some(&e.attachment.container_id)));
     let attachments: Vec<AttachmentReport> =
         selected.map(|entry| AttachmentReport::new(&snapshot, entry, context.call)).collect();
-    let mut left_over = leftovers::list(&snapshot, context.call);
+    let mut left_over = leftovers::list(&snapshot);
     left_over.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container_id.as_deref()));
     if let Some(network) = &args.network
         && attachments.is_empty()

@@ -65,7 +65,7 @@ struct StoreLocation {
 
 /// Runs `cnitool ipam`.
 pub(crate) fn run(args: &Ipam, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let ipam = IpamContext { context, data_dir: args.location.data_dir.as_deref() };
+    let ipam = IpamContext { context, data_dir: args.location.data_dir.as_deref(), cached: None };
     let (verb, outcome) = match &args.verb {
         Verb::List(watch) => ("ipam list", watch.run(context.call, streams, |streams| ipam.list(streams))),
         Verb::Show(args) => ("ipam show", ipam.show(args, streams)),

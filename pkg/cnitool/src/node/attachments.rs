@@ -71,8 +71,9 @@ pub(crate) struct CheckedReservation {
 pub(crate) struct Attachments {
     /// The entries of all result caches.
     pub(crate) cached: Vec<Entry>,
-    /// The attachments of these entries, and the position of each by its alias.
+    /// The attachments of these entries, whether each is in use, and its position by its alias.
     ids: Vec<AttachmentId>,
+    liveness: Vec<Liveness>,
     by_alias: HashMap<String, usize>,
     /// A line for each file of a result cache without a usable entry.
     pub(crate) unreadable: Vec<String>,
@@ -95,7 +96,9 @@ impl Attachments {
         let links = Netlink::open()?.list_links()?;
         let ids: Vec<AttachmentId> = cached.iter().map(Entry::id).collect();
         let by_alias = ids.iter().map(AttachmentId::alias).zip(0..).collect();
-        let mut found = Attachments { cached, ids, by_alias, unreadable: problems, links, aliased_links: Vec::new() };
+        let liveness = cached.iter().map(|entry| Liveness::of(entry, context.call.machine)).collect();
+        let (unreadable, aliased_links) = (problems, Vec::new());
+        let mut found = Attachments { cached, ids, liveness, by_alias, unreadable, links, aliased_links };
         let aliased = |link: &Link| Some((found.attachment_in_alias(link)?, link.clone()));
         found.aliased_links = found.links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
         Ok(found)
@@ -108,23 +111,18 @@ impl Attachments {
     /// - otherwise [`Liveness::Unknown`]
     ///
     /// A reservation without an interface is compared with all interfaces of its container.
-    pub(crate) fn check_reservations(
-        &self,
-        network: &str,
-        reservations: Vec<Reservation>,
-        machine: &dyn Machine,
-    ) -> Vec<CheckedReservation> {
-        let judge = |reservation| (self.judge(network, &reservation, machine), reservation);
+    pub(crate) fn check_reservations(&self, network: &str, reservations: Vec<Reservation>) -> Vec<CheckedReservation> {
+        let judge = |reservation| (self.judge(network, &reservation), reservation);
         let judged = reservations.into_iter().map(judge);
         judged.map(|(liveness, reservation)| CheckedReservation { reservation, liveness }).collect()
     }
 
     /// Returns whether one reservation is in use.
-    fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation, machine: &dyn Machine) -> Liveness {
+    fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation) -> Liveness {
         let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
         let mut outcome = Liveness::Unknown("the result cache does not have its attachment".to_owned());
-        for (entry, _) in self.cached.iter().zip(&self.ids).filter(|(_, attachment)| owner.matches(attachment)) {
-            outcome = Liveness::of(entry, machine);
+        for (liveness, _) in self.liveness.iter().zip(&self.ids).filter(|(_, attachment)| owner.matches(attachment)) {
+            outcome = liveness.clone();
             if let Liveness::InUse(_) = outcome {
                 return outcome;
             }
@@ -139,6 +137,12 @@ impl Attachments {
     /// Whether the result cache has the attachment.
     pub(crate) fn is_cached(&self, attachment: &AttachmentId) -> bool {
         self.by_alias.contains_key(&attachment.alias())
+    }
+
+    /// Returns the cached attachments whose container does not exist any more, with the reason.
+    pub(super) fn gone(&self) -> impl Iterator<Item = (&AttachmentId, &str)> {
+        let gone = self.ids.iter().zip(&self.liveness);
+        gone.filter_map(|(id, liveness)| matches!(liveness, Liveness::ContainerGone(_)).then(|| (id, liveness.why())))
     }
 
     /// Returns the cache entry of an attachment.

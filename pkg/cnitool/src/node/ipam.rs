@@ -1,5 +1,6 @@
 //! Finds the reservations of host-local and the daemons of dhcp.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use cni::{Error, ident};
 use cni_ipam::store::{self, DEFAULT_DATA_DIR, Usage};
 use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
 use libcni::NetworkList;
+use libcni::cache::Entry;
 use plugin_dhcp::leases;
 use plugin_host_local::Pool;
 
@@ -32,6 +34,8 @@ pub(crate) struct IpamContext<'a> {
     pub(crate) context: &'a Context<'a>,
     /// The value of `--data-dir`.
     pub(crate) data_dir: Option<&'a Path>,
+    /// The entries of all result caches. `None` if they have not been read.
+    pub(crate) cached: Option<&'a [Entry]>,
 }
 
 /// The folder of a network's reservations, and the network's ranges.
@@ -131,8 +135,10 @@ impl IpamContext<'_> {
     fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
         // If the runtime sets the ranges (`ipRanges`), they are only known from the capability
         // arguments of an attachment in the result cache.
-        let cached = read_caches(self.context, Some(list.name())).unwrap_or_default().entries;
-        let capability_args = cached.last().map(|entry| &entry.attachment.capability_args);
+        let read = || read_caches(self.context, Some(list.name())).unwrap_or_default().entries;
+        let cached = self.cached.map_or_else(|| Cow::Owned(read()), Cow::Borrowed);
+        let cached = cached.iter().rfind(|entry| entry.network == list.name());
+        let capability_args = cached.map(|entry| &entry.attachment.capability_args);
         for plugin in list.plugins() {
             // `cnitool validate` reports an invalid configuration.
             let Ok(conf) = list.request(plugin, capability_args).and_then(NetConf::parse) else { continue };
@@ -188,7 +194,7 @@ impl IpamContext<'_> {
         reservations: Vec<Reservation>,
     ) -> Result<Vec<CheckedReservation>, Error> {
         let attachments = Attachments::read(self.context, Some(network))?;
-        Ok(attachments.check_reservations(network, reservations, self.context.call.machine))
+        Ok(attachments.check_reservations(network, reservations))
     }
 }
 

@@ -18,11 +18,9 @@ use libcni::NetworkList;
 use libcni::cache::Entry;
 use serde::Serialize;
 
-use super::attachments::Liveness;
 use super::objects::{Object, Owner, RESERVATION};
 use super::plugins_of_type;
 use super::snapshot::Snapshot;
-use crate::call::Call;
 
 /// A leftover object. What is not known of it is `None`.
 #[derive(Serialize)]
@@ -72,9 +70,9 @@ impl Leftover {
 }
 
 /// Returns all leftovers. Several may have the same command, if it removes all of them.
-pub(crate) fn list(snapshot: &Snapshot, call: &Call<'_>) -> Vec<Leftover> {
+pub(crate) fn list(snapshot: &Snapshot) -> Vec<Leftover> {
     let mut leftovers = Vec::new();
-    add_cache_entries(snapshot, call, &mut leftovers);
+    add_cache_entries(snapshot, &mut leftovers);
     add_links(snapshot, &mut leftovers);
     add_returned_devices(snapshot, &mut leftovers);
     let unknown = snapshot.objects.iter().filter(|object| !snapshot.attachments.has_owner(&object.owner));
@@ -139,14 +137,12 @@ pub(crate) fn quoted(word: &str) -> String {
 }
 
 /// Adds the entries of the result cache whose namespace does not exist any more.
-fn add_cache_entries(snapshot: &Snapshot, call: &Call<'_>, leftovers: &mut Vec<Leftover>) {
-    for entry in &snapshot.attachments.cached {
-        let Liveness::ContainerGone(why) = Liveness::of(entry, call.machine) else { continue };
-        let id = entry.id();
+fn add_cache_entries(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
+    for (id, why) in snapshot.attachments.gone() {
         // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
         // in the cache entry.
-        let command = quoted_del_command(&id);
-        leftovers.push(Leftover::new("attachment", "cache entry", Owner::from(&id).names(), &why, command));
+        let command = quoted_del_command(id);
+        leftovers.push(Leftover::new("attachment", "cache entry", Owner::from(id).names(), why, command));
     }
 }
 

@@ -57,11 +57,11 @@ impl Snapshot {
         let is_own = |link: &&Link| link.is_ifb() && AttachmentId::is_ifb_name(&link.name);
         let ifbs = attachments.links.iter().filter(is_own);
         let ifbs = ifbs.map(|ifb| (attachments.attachment_in_alias(ifb), ifb.clone())).collect();
-        let ipam = IpamContext { context, data_dir: None };
+        let ipam = IpamContext { context, data_dir: None, cached: Some(&attachments.cached) };
         let mut pools = Vec::new();
         for pool in ipam.list_pools()? {
             let Listed { reservations, unusual, .. } = ipam.list_reservations(&pool)?;
-            let reservations = attachments.check_reservations(&pool.network, reservations, context.call.machine);
+            let reservations = attachments.check_reservations(&pool.network, reservations);
             pools.push(ListedPool { pool, reservations, unusual });
         }
         let mut leases = Vec::new();
