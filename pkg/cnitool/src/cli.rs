@@ -5,13 +5,36 @@
 
 use clap::builder::Resettable;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use cni::skel;
 
 use crate::call::{Call, Context, Exit, Failure, Shared, Streams, failed};
-use crate::{doctor, explain, generate, help, inspect, ipam, metrics, network, rules, schema, validate};
+use crate::network::Command;
+use crate::{doctor, explain, generate, inspect, ipam, metrics, network, rules, schema, validate};
 
 /// Run, see and repair CNI networks by hand
+///
+/// ---
+/// 'cnitool help VERB' prints more.
+///
+/// Environment:
+///   CNI_PATH     the plugins' folders, separated by ':'         [/opt/cni/bin]
+///   NETCONFPATH  the networks' folder                           [/etc/cni/net.d]
+///   CNI_IFNAME   the interface's name in the namespace          [eth0]
+///   CNI_ARGS     KEY=VALUE;KEY=VALUE for the plugins
+///   CAP_ARGS     a JSON object with the value of each capability
+///
+/// Exit codes:
+///   0  done; nothing wrong was found
+///   1  it failed, or something wrong was found
+///   2  the arguments are invalid
+///
+/// Examples:
+///   ip netns add blue
+///   cnitool add mynet /run/netns/blue
+///   cnitool check mynet /run/netns/blue
+///   cnitool del mynet /run/netns/blue
 #[derive(Debug, Parser)]
-#[command(name = "cnitool", version = cni::release::release(), about = "Run, see and repair CNI networks by hand", after_help = help::AFTER_OVERVIEW)]
+#[command(name = "cnitool", version = cni::release::release(), verbatim_doc_comment)]
 #[command(subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 struct Cli {
     #[command(subcommand)]
@@ -28,7 +51,14 @@ enum Verb {
     ///
     /// Fails if a plugin is missing or does not support the version of its network.
     /// 'cnitool --version' is cnitool's own version.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_VERSION)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH
+    /// Exit codes: 0 all support it, 1 a plugin does not, 2 the arguments are invalid
+    ///
+    /// Example:
+    ///   cnitool version mynet
+    #[command(verbatim_doc_comment)]
     Version(network::Named),
     /// Check networks or their files: every problem, with line and column
     ///
@@ -45,14 +75,33 @@ enum Verb {
     ///   unknown keys (with a similar known key), duplicate keys, capabilities that no
     ///   plugin uses; addresses and host ports that another network uses too.
     /// The keys of plugins of other projects are not checked.
-    #[command(visible_alias = "networks", verbatim_doc_comment, after_help = help::AFTER_VALIDATE)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH
+    /// Exit codes: 0 no error (with --strict: and no warning), 1 at least one,
+    ///             2 the arguments are invalid
+    ///
+    /// An argument with a '/' is a file or folder. Without one, a configured network is
+    /// preferred to a file in the working directory.
+    ///
+    /// Examples:
+    ///   cnitool validate
+    ///   cnitool validate mynet
+    ///   cnitool validate --file-only ./new.conflist
+    ///   cnitool validate - < new.conflist
+    #[command(visible_alias = "networks", verbatim_doc_comment)]
     Validate(validate::Validate),
     /// Print the JSON Schema of a network, or of one plugin's keys
     ///
     /// Prints the JSON Schema of a network, or with a plugin that of the plugin's keys.
     /// It is made from the plugins' own code and refuses unknown keys, which the plugins
     /// ignore. Editors can complete and check a network's file with it.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_SCHEMA)]
+    ///
+    /// ---
+    /// Examples:
+    ///   cnitool schema > network.schema.json
+    ///   cnitool schema bridge
+    #[command(verbatim_doc_comment)]
     Schema(schema::Schema),
     /// Look for problems of the node; each is printed with the command that fixes it
     ///
@@ -60,14 +109,34 @@ enum Verb {
     /// own STATUS, how full the ranges are, forwarding, links, MTUs, rp_filter,
     /// policies that drop what containers send, br_netfilter, mixed variants of
     /// iptables, the table of connections, and leftovers. Changes nothing.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_DOCTOR)]
+    ///
+    /// ---
+    /// Run it in the host's network namespace. Read each suggested command before you
+    /// run it.
+    ///
+    /// Environment: CNI_PATH, NETCONFPATH
+    /// Exit codes: 0 nothing wrong was found; 1 something was, or it failed;
+    ///             2 the arguments are invalid
+    ///
+    /// Example:
+    ///   cnitool doctor
+    #[command(verbatim_doc_comment)]
     Doctor,
     /// Print figures for Prometheus: addresses, attachments, leftovers, findings, leases
     ///
     /// Prints figures of this node in Prometheus' text format, or writes them into a file
     /// for node_exporter's textfile collector. Run it as root in the host's network
     /// namespace.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_METRICS)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH
+    /// Exit codes: 0 printed; 1 failed, or a part could not be read;
+    ///             2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool metrics
+    ///   cnitool metrics --textfile /var/lib/prometheus/node-exporter/cni.prom
+    #[command(verbatim_doc_comment)]
     Metrics(metrics::MetricsArgs),
     /// Show what exists of each attachment in the kernel, and leftovers
     ///
@@ -79,7 +148,19 @@ enum Verb {
     ///
     /// The objects of an add that is still running look like leftovers: repeat the
     /// command before you remove them. 'cnitool check' runs the plugins' own checks.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_INSPECT)]
+    ///
+    /// ---
+    /// Run it in the host's network namespace.
+    ///
+    /// Environment: NETCONFPATH
+    /// Exit codes: 0 nothing differs or is left over; 1 something does, or it failed;
+    ///             2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool inspect
+    ///   cnitool inspect mynet
+    ///   cnitool inspect mynet 0123
+    #[command(verbatim_doc_comment)]
     Inspect(inspect::Inspect),
     /// Run a verb and print each step of its plugins, and the request that failed
     ///
@@ -89,14 +170,51 @@ enum Verb {
     /// steps of its delegates. A '!' marks the step that made a plugin fail, with the
     /// request itself. An error without a '!' is harmless, for example when a plugin
     /// finds out whether a link exists. The verb's own result follows.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_EXPLAIN)]
+    ///
+    /// ---
+    /// 'cnitool explain help VERB' prints a verb's arguments. Of plugins that
+    /// write no log, such as Go's, only the duration is shown.
+    ///
+    /// Environment and exit codes: the verb's
+    ///
+    /// Examples:
+    ///   cnitool explain add mynet /run/netns/blue
+    ///   cnitool explain del mynet /run/netns/blue --json
+    #[command(verbatim_doc_comment)]
     Explain(explain::Explain),
     /// See and repair the address reservations of host-local
+    ///
+    /// ---
+    /// 'cnitool ipam help VERB' prints more.
+    ///
+    /// Environment: NETCONFPATH
+    /// Exit codes: 0 done, 1 failed or refused, 2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool ipam list
+    ///   cnitool ipam show mynet
+    ///   cnitool ipam gc mynet --dry-run
+    ///   cnitool ipam release mynet 10.61.0.7
+    ///   cnitool ipam dhcp
+    #[command(verbatim_doc_comment)]
     Ipam(ipam::Ipam),
     /// Write packet filter rules again that another program has removed
+    ///
+    /// ---
+    /// 'cnitool rules help VERB' prints more.
+    ///
+    /// Example:
+    ///   cnitool rules restore --dry-run
+    #[command(verbatim_doc_comment)]
     Rules(rules::Rules),
     /// Print the completions for a shell
-    #[command(after_help = help::AFTER_COMPLETIONS)]
+    ///
+    /// ---
+    /// Examples:
+    ///   cnitool completions bash > /usr/share/bash-completion/completions/cnitool
+    ///   cnitool completions zsh > /usr/local/share/zsh/site-functions/_cnitool
+    ///   cnitool completions fish > ~/.config/fish/completions/cnitool.fish
+    #[command(verbatim_doc_comment)]
     Completions(generate::Completions),
     /// Print the names that the completions add
     #[command(hide = true)]
@@ -104,16 +222,34 @@ enum Verb {
     /// Write the man pages into a folder
     ///
     /// Writes cnitool.1, and a page for each verb (cnitool-add.1).
-    #[command(verbatim_doc_comment, after_help = help::AFTER_MAN)]
+    ///
+    /// ---
+    /// Example:
+    ///   cnitool man /usr/local/share/man/man1
+    #[command(verbatim_doc_comment)]
     Man(generate::ManArgs),
 }
 
-/// Returns the parser. A verb's description is its doc comment.
+/// Returns the parser.
 fn parser() -> clap::Command {
-    Cli::command().mut_subcommands(|verb| match verb.get_name() {
+    with_texts(Cli::command()).mut_subcommands(|verb| match verb.get_name() {
         "explain" => verb.mut_subcommands(explain::describe),
         _ => verb,
     })
+}
+
+/// Divides the doc comments of a command and of the verbs below it: what is behind `---` is printed
+/// after the options.
+fn with_texts(command: clap::Command) -> clap::Command {
+    let texts = command.get_long_about().map(ToString::to_string).unwrap_or_default();
+    let command = match texts.split_once("\n\n---\n") {
+        Some((description, after)) if description.contains("\n\n") => {
+            command.long_about(description.to_owned()).after_help(after.to_owned())
+        }
+        Some((_, after)) => command.long_about(Resettable::Reset).after_help(after.to_owned()),
+        None => command,
+    };
+    command.mut_subcommands(with_texts)
 }
 
 /// Gives the help of a verb and of the verbs below it the same layout for -h and --help. The
@@ -137,11 +273,13 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     if let Some(mode) = shared.color_mode() {
         (streams.stdout_style, streams.stderr_style) = (mode, mode);
     }
-    let context = Context { shared, call, notes: streams.notes.clone() };
+    let mut context = Context { shared, call, notes: streams.notes.clone() };
     let (subject, outcome) = match verb {
         // These verbs have names of their own in their failures.
-        Verb::Network(verb) => return network::run(verb, context, streams),
-        Verb::Version(args) => return network::run_version(args, context, streams),
+        Verb::Network(verb) => return network::run(&Command::new(verb, &mut context)?, &context, streams),
+        Verb::Version(args) => {
+            return network::run(&Command::named(skel::Verb::Version, args), &context, streams);
+        }
         Verb::Explain(args) => return explain::run(args, context, streams),
         Verb::Ipam(args) => return ipam::run(&args, &context, streams),
         Verb::Validate(args) => ("validate", validate::run(&args, &context, streams)),

@@ -16,7 +16,7 @@
 //! - `call`: what all verbs use: arguments, streams, exit codes, failures, the options of all
 //!   verbs, environment variables.
 //! - `target`: whether a network namespace exists, and the container ID for its path.
-//! - `report`: prints results and errors. `help`: the longer texts of `--help`.
+//! - `report`: prints results and errors.
 //! - `generate`: completions and man pages.
 //!
 //! A new verb is a module with its arguments and a function `run`, and a line in `cli::Verb`.
@@ -30,7 +30,6 @@ mod cli;
 mod doctor;
 mod explain;
 mod generate;
-mod help;
 mod inspect;
 mod ipam;
 mod metrics;

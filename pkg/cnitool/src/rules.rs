@@ -20,13 +20,13 @@ use serde_json::json;
 use crate::call::{Call, Context, Exit, Format, Streams};
 use crate::node::attachments::find_host_end;
 use crate::node::{name_of, plugins_of_type, result_of};
+use crate::plugins;
 use crate::report::{Colour, Report, counted, words};
 use crate::target::NetnsPresence;
-use crate::{help, plugins};
 
 /// Write packet filter rules again that another program has removed
 #[derive(Debug, Args)]
-#[command(after_help = help::AFTER_RULES, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
+#[command(subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 pub(crate) struct Rules {
     #[command(subcommand)]
     verb: Verb,
@@ -43,7 +43,17 @@ enum Verb {
     /// the result and the configuration of its add, and writes those that are missing.
     /// Existing rules and rules of other programs stay. Attachments that are gone are
     /// skipped. Plugins of other projects are not examined.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_RULES_RESTORE)]
+    ///
+    /// ---
+    /// Run it in the host's network namespace.
+    ///
+    /// Exit codes: 0 no rule is missing now; 1 something failed or was not restored, or
+    ///             with --dry-run a rule is missing; 2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool rules restore --dry-run
+    ///   cnitool rules restore mynet
+    #[command(verbatim_doc_comment)]
     Restore(Restore),
 }
 

@@ -4,7 +4,7 @@
 //! path. So ADD and DEL need exactly the same path.
 
 use std::io::ErrorKind;
-use std::path::{Component, Path, PathBuf};
+use std::path::Path;
 
 use cni::hash::sha512_hex;
 use cni::machine::Machine;
@@ -44,22 +44,6 @@ impl NetnsPresence {
     }
 }
 
-/// Returns the absolute path of `path`, which may be relative to `folder`. Works lexically, as Go
-/// does: symbolic links are not followed.
-pub(crate) fn absolute(path: &Path, folder: &Path) -> PathBuf {
-    let mut clean = PathBuf::from("/");
-    for component in folder.join(path).components() {
-        match component {
-            Component::Normal(name) => clean.push(name),
-            Component::ParentDir => {
-                clean.pop();
-            }
-            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
-        }
-    }
-    clean
-}
-
 /// Returns the container ID for a namespace: `cnitool-` and the first 20 hex digits of the SHA-512
 /// of its path.
 pub(crate) fn container_id(netns: &str) -> String {
@@ -69,19 +53,6 @@ pub(crate) fn container_id(netns: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn paths_become_absolute_lexically() {
-        for (path, expected) in [
-            ("/var/run/netns/x", "/var/run/netns/x"),
-            ("x", "/work/x"),
-            ("./../a//b/./c/", "/a/b/c"),
-            ("/../../a", "/a"),
-            ("/", "/"),
-        ] {
-            assert_eq!(absolute(Path::new(path), Path::new("/work")), Path::new(expected), "{path}");
-        }
-    }
 
     #[test]
     fn the_container_id_is_the_one_go_derives() {

@@ -60,7 +60,7 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
         stderr_style: streams.stderr_style,
     };
     let recorded = Context { shared: context.shared, call: &recorded_call, notes: context.notes };
-    let outcome = network::run_command(&command, &recorded, &mut buffered_streams);
+    let outcome = network::run(&command, &recorded, &mut buffered_streams);
     let calls = recorder.into_runs();
     let mut report = Report::new(streams);
     calls.iter().for_each(|call| call.add_to(&mut report));

@@ -13,12 +13,11 @@ use std::time::SystemTime;
 use clap::{Args, Subcommand};
 
 use crate::call::{Context, Exit, Failure, Streams, Watch, failed};
-use crate::help;
 use crate::node::ipam::IpamContext;
 
 /// See and repair the address reservations of host-local, and see the leases of dhcp
 #[derive(Debug, Args)]
-#[command(after_help = help::AFTER_IPAM, subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
+#[command(subcommand_value_name = "VERB", subcommand_help_heading = "Verbs")]
 pub(crate) struct Ipam {
     #[command(subcommand)]
     verb: Verb,
@@ -42,13 +41,28 @@ enum Verb {
     ///
     /// This verb removes only addresses. If rules and links are left over too, 'cnitool
     /// gc' or the runtime's own garbage collection removes all of them.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_IPAM_GC)]
+    ///
+    /// ---
+    /// Exit codes: 0 done, 1 failed, 2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool ipam gc mynet --dry-run
+    ///   cnitool ipam gc mynet --unknown --keep 0123456789ab
+    #[command(verbatim_doc_comment)]
     Gc(remove::Collect),
     /// Remove one reservation, or all reservations of one container
     ///
     /// Refuses to release an address that is in use, because another container could
     /// get the address while the first one still uses it. --force releases it anyway.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_IPAM_RELEASE)]
+    ///
+    /// ---
+    /// Exit codes: 0 released, 1 not reserved, in use, or failed,
+    ///             2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool ipam release mynet 10.61.0.7
+    ///   cnitool ipam release mynet --container-id 0123456789ab -i eth0
+    #[command(verbatim_doc_comment)]
     Release(remove::Release),
     /// List the leases of the dhcp daemon: address, server, times, last error
     Dhcp(show::Dhcp),

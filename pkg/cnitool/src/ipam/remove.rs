@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::age_in_seconds;
 use crate::call::{Format, Streams};
-use crate::node::attachments::{CheckedReservation, Liveness};
+use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
 use crate::report::{Colour, REFUSED, Report};
 
@@ -77,7 +77,7 @@ impl IpamContext<'_> {
         let Listed { reservations, unread, .. } = locked.list()?;
         let read_outcome = Error::join(unread.into_iter().map(|(_, error)| error));
         let mut to_remove: Vec<Reservation> = Vec::new();
-        for CheckedReservation { reservation, liveness } in self.check_all(&pool.network, reservations)? {
+        for (reservation, liveness) in self.check_all(&pool.network, reservations)? {
             let (is_removed, why) = decide(args, &reservation, liveness);
             if is_removed { &mut removed } else { &mut kept }.push(Decision::new(&reservation, &why));
             to_remove.extend(is_removed.then_some(reservation));
@@ -132,11 +132,11 @@ impl IpamContext<'_> {
             read_outcome?;
             return Err(not_found_error());
         }
-        for checked in self.check_all(&pool.network, selected.clone())? {
-            if let Liveness::InUse(why) = &checked.liveness
+        for (reservation, liveness) in self.check_all(&pool.network, selected.clone())? {
+            if let Liveness::InUse(why) = liveness
                 && !args.force
             {
-                let msg = format!("{} and is in use: {why}", checked.reservation);
+                let msg = format!("{reservation} and is in use: {why}");
                 let details =
                     "detach the container with 'cnitool del' or its runtime, or release the address with --force";
                 return Err(Error::new(REFUSED, msg).with_details(details));

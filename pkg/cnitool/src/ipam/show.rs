@@ -6,13 +6,13 @@ use std::time::Duration;
 use clap::Args;
 use cni::Error;
 use cni_ipam::store::Usage;
-use cni_ipam::{Listed, RangeSets};
+use cni_ipam::{Listed, RangeSets, Reservation};
 use plugin_dhcp::leases::{self, Lease, Times};
 use serde_json::{Value, json};
 
 use super::age_in_seconds;
 use crate::call::Streams;
-use crate::node::attachments::CheckedReservation;
+use crate::node::attachments::Liveness;
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, sockets, used_percent};
 use crate::report::{Colour, Report};
 
@@ -90,7 +90,7 @@ impl IpamContext<'_> {
             let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
             pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges))
         };
-        let row = |CheckedReservation { reservation, liveness }: CheckedReservation| {
+        let row = |(reservation, liveness): (Reservation, Liveness)| {
             json!({
                 "address": reservation.address, "containerID": reservation.id, "ifname": reservation.ifname,
                 "ageSeconds": age_in_seconds(reservation.since), "state": liveness.word(), "reason": liveness.why(),

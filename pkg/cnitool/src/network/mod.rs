@@ -10,6 +10,7 @@ mod sweep;
 mod valid_list;
 mod versions;
 
+use cni::file::clean;
 use cni::{Code, Error, skel};
 use libcni::cache::Entry;
 use libcni::{Attachment, Members, NetworkList, OnError, Runtime};
@@ -17,7 +18,7 @@ use serde_json::json;
 
 use crate::call::{Context, Exit, Failure, Streams, failed};
 use crate::report::{Report, did_you_mean, write_raw};
-use crate::target::{NetnsPresence, absolute, container_id};
+use crate::target::{NetnsPresence, container_id};
 
 pub(crate) use options::{Command, Named, Verb};
 
@@ -28,33 +29,12 @@ struct VerbRun<'a> {
     runtime: Runtime<'a>,
 }
 
-/// Runs a verb.
-///
-/// # Errors
-/// - [`Failure::Usage`] for invalid arguments, or for several result caches, unless the verb is a
-///   gc that uses all of them.
-/// - [`Failure::Failed`] with the verb's error.
-pub(crate) fn run(verb: Verb, mut context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    run_command(&Command::new(verb, &mut context)?, &context, streams)
-}
-
-/// Runs `version`.
-///
-/// # Errors
-/// As [`run`].
-pub(crate) fn run_version(args: Named, context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    run_command(&Command::named(skel::Verb::Version, args), &context, streams)
-}
-
 /// Runs the verb of `command`.
 ///
 /// # Errors
-/// As [`run`].
-pub(crate) fn run_command(
-    command: &Command,
-    context: &Context<'_>,
-    streams: &mut Streams<'_>,
-) -> Result<Exit, Failure> {
+/// - [`Failure::Usage`] for several result caches, unless the verb is a gc that uses all of them.
+/// - [`Failure::Failed`] with the verb's error.
+pub(crate) fn run(command: &Command, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     if !(command.verb == skel::Verb::Gc && command.sweeps()) {
         context.require_one_cache(&command.verb_name())?;
     }
@@ -173,11 +153,14 @@ impl VerbRun<'_> {
     /// Code 4 if the path of the namespace or CNI_IFNAME is not valid UTF-8.
     fn attachment(&self) -> Result<Attachment, Error> {
         // A del with `--container-id` needs no path: `fill_in` takes it from the cache entry.
-        let path = self.command.netns.as_ref().map(|path| absolute(path.as_ref(), &self.context.call.folder));
-        let netns = path.unwrap_or_default().into_os_string().into_string().map_err(|path| {
+        // Absolute and simplified lexically, as by Go: symbolic links are not followed.
+        let path = self.command.netns.as_ref().map(|path| self.context.call.folder.join(path).into_os_string());
+        let netns = path.map(|path| path.into_string().map(|path| clean(&path).display().to_string()));
+        let netns = netns.transpose().map_err(|path| {
             let msg = format!("the path of the namespace is not valid UTF-8: {}", path.display());
             Error::new(Code::INVALID_ENVIRONMENT, msg)
         })?;
+        let netns = netns.unwrap_or_default();
         let ifname = match &self.command.interface.ifname {
             Some(name) => name.clone(),
             None => self.context.call.find("CNI_IFNAME")?.unwrap_or_else(|| "eth0".to_owned()),

@@ -7,7 +7,6 @@ use clap::{Args, Subcommand};
 use cni::skel;
 
 use crate::call::{Context, Failure};
-use crate::help;
 
 /// The verbs of a network that run its plugins.
 #[derive(Debug, Subcommand)]
@@ -17,14 +16,34 @@ pub(crate) enum Verb {
     /// Runs ADD of the network's plugins in order, prints the result of the last one
     /// and stores it for check, del and gc. If a plugin fails, DEL of every plugin is
     /// run, so that nothing is left over, and all errors are printed.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_ADD)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
+    /// Exit codes: 0 attached, 1 failed, 2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool add mynet /run/netns/blue
+    ///   cnitool add mynet /run/netns/blue -i eth1
+    ///   export CAP_ARGS='{
+    ///     "portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]
+    ///   }'
+    ///   cnitool add mynet /run/netns/blue
+    #[command(verbatim_doc_comment)]
     Add(Attach),
     /// Check that an attachment is as add left it
     ///
     /// Runs CHECK of the network's plugins in order until one fails. CNI_ARGS and
     /// CAP_ARGS are those of the add unless they are given again. Needs a network of
     /// CNI version 0.4.0 or newer. Prints nothing if it succeeds.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_CHECK)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
+    /// Exit codes: 0 no difference (or disableCheck is set), 1 a difference,
+    ///             2 the arguments are invalid
+    ///
+    /// Example:
+    ///   cnitool check mynet /run/netns/blue
+    #[command(verbatim_doc_comment)]
     Check(Attach),
     /// Detach a network namespace; succeeds if it is not attached any more
     ///
@@ -33,7 +52,16 @@ pub(crate) enum Verb {
     /// had, or --container-id. CNI_ARGS and CAP_ARGS are those of the add unless they
     /// are given again. If the network is not configured any more, the configuration
     /// that was stored at the add is used. Prints nothing if it succeeds.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_DEL)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH, CNI_IFNAME, CNI_ARGS, CAP_ARGS
+    /// Exit codes: 0 detached, or was not attached; 1 failed;
+    ///             2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool del mynet /run/netns/blue
+    ///   cnitool del mynet --container-id 0123456789ab --keep-going
+    #[command(verbatim_doc_comment)]
     Del(Detach),
     /// Remove everything of attachments that are not valid any more
     ///
@@ -53,14 +81,34 @@ pub(crate) enum Verb {
     /// if its namespace exists, unless it is younger than --min-age: a runtime lists a
     /// pod only some time after its ADD. The file must name the attachments of every
     /// runtime of this node. If it cannot be read in full, nothing is changed.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_GC)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH
+    /// Exit codes: 0 done, 1 failed or refused without --all,
+    ///             2 the arguments are invalid
+    ///
+    /// Examples:
+    ///   cnitool gc --dry-run
+    ///   crictl pods -o json | cnitool gc --valid-from -
+    ///   cnitool gc mynet --dry-run
+    ///   cnitool gc mynet --keep 0123456789ab/eth0
+    ///   cnitool gc mynet --all
+    #[command(verbatim_doc_comment)]
     Gc(Collect),
     /// Check that the plugins can handle an add
     ///
     /// Runs STATUS of the plugins of the network, or of each configured network, in
     /// order until one is not ready. A network of a CNI version below 1.1.0 has no
     /// STATUS and counts as ready.
-    #[command(verbatim_doc_comment, after_help = help::AFTER_STATUS)]
+    ///
+    /// ---
+    /// Environment: CNI_PATH, NETCONFPATH
+    /// Exit codes: 0 ready, 1 not ready (with its CNI code: 50, 51, ...),
+    ///             2 the arguments are invalid
+    ///
+    /// Example:
+    ///   cnitool status mynet --json
+    #[command(verbatim_doc_comment)]
     Status(Named),
 }
 
@@ -201,7 +249,7 @@ impl Command {
     }
 
     /// Returns the command of `verb`, which is `Status` or `Version`.
-    pub(super) fn named(verb: skel::Verb, args: Named) -> Command {
+    pub(crate) fn named(verb: skel::Verb, args: Named) -> Command {
         Command::of_network(verb, args.network)
     }
 

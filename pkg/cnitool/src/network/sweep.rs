@@ -150,7 +150,7 @@ impl VerbRun<'_> {
             add(id, &mut |traces| traces.link = Some(&link.name));
         }
         for listed in &snapshot.pools {
-            for reservation in listed.reservations.iter().map(|checked| &checked.reservation) {
+            for reservation in listed.reservations.iter().map(|(reservation, _)| reservation) {
                 // Very old reservations name no interface.
                 let ifname = reservation.ifname.as_deref().unwrap_or("eth0");
                 // Their times are in whole seconds.

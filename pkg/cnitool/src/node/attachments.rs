@@ -61,12 +61,6 @@ impl Liveness {
     }
 }
 
-/// A reservation, and whether it is in use.
-pub(crate) struct CheckedReservation {
-    pub(crate) reservation: Reservation,
-    pub(crate) liveness: Liveness,
-}
-
 /// The attachments that the result cache and the links on the host show.
 pub(crate) struct Attachments {
     /// The entries of all result caches.
@@ -111,10 +105,16 @@ impl Attachments {
     /// - otherwise [`Liveness::Unknown`]
     ///
     /// A reservation without an interface is compared with all interfaces of its container.
-    pub(crate) fn check_reservations(&self, network: &str, reservations: Vec<Reservation>) -> Vec<CheckedReservation> {
-        let judge = |reservation| (self.judge(network, &reservation), reservation);
-        let judged = reservations.into_iter().map(judge);
-        judged.map(|(liveness, reservation)| CheckedReservation { reservation, liveness }).collect()
+    pub(crate) fn check_reservations(
+        &self,
+        network: &str,
+        reservations: Vec<Reservation>,
+    ) -> Vec<(Reservation, Liveness)> {
+        let checked = reservations.into_iter().map(|reservation| {
+            let liveness = self.judge(network, &reservation);
+            (reservation, liveness)
+        });
+        checked.collect()
     }
 
     /// Returns whether one reservation is in use.

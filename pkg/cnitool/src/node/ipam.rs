@@ -15,7 +15,7 @@ use libcni::cache::Entry;
 use plugin_dhcp::leases;
 use plugin_host_local::Pool;
 
-use super::attachments::{Attachments, CheckedReservation, read_caches};
+use super::attachments::{Attachments, Liveness, read_caches};
 use super::plugin_confs;
 use crate::call::Context;
 use crate::report::did_you_mean;
@@ -192,7 +192,7 @@ impl IpamContext<'_> {
         &self,
         network: &str,
         reservations: Vec<Reservation>,
-    ) -> Result<Vec<CheckedReservation>, Error> {
+    ) -> Result<Vec<(Reservation, Liveness)>, Error> {
         let attachments = Attachments::read(self.context, Some(network))?;
         Ok(attachments.check_reservations(network, reservations))
     }

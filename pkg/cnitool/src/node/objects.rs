@@ -113,7 +113,7 @@ pub(super) fn read(
     let rules = list_container_rules(context.call.machine, &context.notes)?;
     let mut objects: Vec<Object> = rules.into_iter().map(of_rule).collect();
     for ListedPool { pool, reservations, .. } in pools {
-        objects.extend(reservations.iter().map(|checked| of_reservation(pool, &checked.reservation)));
+        objects.extend(reservations.iter().map(|(reservation, _)| of_reservation(pool, reservation)));
     }
     objects.extend(leases.iter().map(|(socket, lease)| of_lease(socket, lease)));
     add_backups(networks, &mut objects, &context.notes)?;

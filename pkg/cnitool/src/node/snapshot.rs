@@ -4,12 +4,12 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use cni::{AttachmentId, Error};
-use cni_ipam::Listed;
+use cni_ipam::{Listed, Reservation};
 use cni_linux::Link;
 use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease};
 
-use super::attachments::{Attachments, CheckedReservation};
+use super::attachments::{Attachments, Liveness};
 use super::bridges_of;
 use super::ipam::{IpamContext, NetworkPool, sockets};
 use super::objects::{self, Object};
@@ -18,7 +18,7 @@ use crate::call::Context;
 /// A pool of host-local, and what is in its folder.
 pub(crate) struct ListedPool {
     pub(crate) pool: NetworkPool,
-    pub(crate) reservations: Vec<CheckedReservation>,
+    pub(crate) reservations: Vec<(Reservation, Liveness)>,
     /// The files that are named like a reservation, but are not regular files or are too long, each
     /// with a description.
     pub(crate) unusual: Vec<(IpAddr, String)>,

@@ -70,6 +70,21 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
     Ok(())
 }
 
+/// Whether the document is a list, and not one plugin. An object with neither `plugins` nor `type`
+/// counts as a list.
+pub(super) fn is_list(document: &Value) -> bool {
+    document.get("plugins").is_some() || document.get("type").is_none()
+}
+
+/// Parses the document as a runtime does.
+///
+/// # Errors
+/// Those of a runtime.
+pub(super) fn load(document: &Value) -> cni::Result<NetworkList> {
+    let parse = if is_list(document) { NetworkList::parse } else { NetworkList::parse_single };
+    parse(document.to_string().as_bytes())
+}
+
 /// A plugin of a document.
 pub(super) struct ListedPlugin<'a> {
     /// The path of its object, such as `plugins[0]`; empty in a file without a list.

@@ -23,7 +23,7 @@ const STATUS_VERSION: &str = "1.1.0";
 pub(super) fn check(document: &Value, problems_everywhere: &[Problem], context: &Context<'_>) -> Vec<Problem> {
     let runtime = context.runtime();
     let mut problems = missing_plugins(document, &runtime);
-    let Some(list) = load(document) else { return problems };
+    let Ok(list) = document::load(document) else { return problems };
     // STATUS checks that the kernel supports what the plugins need. It is not run after an error,
     // because it would report the same error again.
     if !has_error(problems_everywhere) && problems.is_empty() {
@@ -67,7 +67,7 @@ fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
     let mut newer_document = document.clone();
     newer_document["cniVersion"] = json!(STATUS_VERSION);
     newer_document.as_object_mut()?.remove("cniVersions");
-    let list = load(&newer_document)?;
+    let list = document::load(&newer_document).ok()?;
     let has_status = |kind: &str| {
         runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == STATUS_VERSION))
     };
@@ -86,12 +86,6 @@ fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
         Some(warning(document, index, key, what))
     };
     confs_of_type(list, "host-device").filter_map(lost).collect()
-}
-
-/// Parses the document as a runtime does. Returns `None` if a runtime would refuse it.
-fn load(document: &Value) -> Option<NetworkList> {
-    let parse = if document.get("plugins").is_some() { NetworkList::parse } else { NetworkList::parse_single };
-    parse(document.to_string().as_bytes()).ok()
 }
 
 /// Returns the host-local ranges of a network, each with its plugin's index.
