@@ -88,6 +88,9 @@ struct PluginOutcome {
     why: Vec<String>,
 }
 
+/// The outcomes of an attachment's plugins, or why it was not examined.
+type Examination = std::result::Result<Vec<PluginOutcome>, (Outcome, String)>;
+
 /// What happened to rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -183,11 +186,7 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
 /// - As [`why_unused`].
 /// - The configuration or the result in `entry` is invalid.
 /// - The result cache cannot be read after rules were written.
-fn restore_attachment(
-    entry: &Entry,
-    Restore { dry_run, .. }: &Restore,
-    context: &Context<'_>,
-) -> Result<std::result::Result<Vec<PluginOutcome>, (Outcome, String)>> {
+fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context: &Context<'_>) -> Result<Examination> {
     let (call, notes) = (context.call, &context.notes);
     if let Some(why) = why_unused(entry, call)? {
         return Ok(Err(why));

@@ -145,6 +145,23 @@ fn scrape(folder: &Path) -> String {
 }
 
 #[test]
+fn metrics_read_each_cache_entry_once() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::tool("strace"));
+    let operator = Operator::new();
+    let container = operator.attach();
+    let trace = operator.node.dir().join("trace").display().to_string();
+    let program = cni_testkit::bin_dir().join("cnitool").display().to_string();
+    let folder = operator.node.dir().join("net.d").display().to_string();
+    let strace = ["strace", "-qq", "-e", "trace=openat", "-o", &trace, &program, "metrics", "--conf-dir", &folder];
+    let ran = operator.node.run(&strace);
+    assert!(ran.ok && ran.stdout.contains("cni_metrics_complete 1"), "{ran:?}");
+    let text = fs::read_to_string(&trace).unwrap();
+    assert_eq!(text.lines().filter(|line| line.contains("/results/net1-")).count(), 1, "{text}");
+    operator.detach(&container);
+}
+
+#[test]
 fn a_held_lock_leaves_the_age_of_its_oldest_waiter() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
