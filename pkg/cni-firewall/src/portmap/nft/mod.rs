@@ -176,8 +176,8 @@ impl NftPortMap {
         match filter {
             AttachmentFilter::One { attachment, untagged } => {
                 let identity = Identity::new(attachment);
-                // The families with a known address come first: a rule in them that leads to another
-                // address shows that the container has another attachment.
+                // The families with a known address come first: a rule in them that leads to
+                // another address shows that the container has another attachment.
                 let mut families = FAMILIES;
                 families.sort_by_key(|family| untagged.addresses_in(*family).is_none());
                 let (mut known, mut has_other_attachment) = (untagged.addresses().to_vec(), false);
