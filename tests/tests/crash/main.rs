@@ -12,6 +12,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests fail by panicking")]
 
 mod chain;
+mod cluster_local;
 mod devices;
 mod dhcp;
 mod errors;
