@@ -23,12 +23,15 @@ pub(crate) struct Schema {
 }
 
 /// Keys that plugins read apart from the structure of their keys.
-const SEPARATE_KEYS: [&str; 10] = [
+const SEPARATE_KEYS: [&str; 13] = [
     "acceptRa",
+    "blockSize",
+    "clusterConf",
     "enableSlaac",
     "dataDir",
     "delegateTimeout",
     "fullIsUnavailable",
+    "layer2",
     "lockTimeout",
     "reclaimAfterReboot",
     "releaseCooldown",

@@ -55,7 +55,7 @@ impl Keys {
     /// Code 7 if a key is invalid.
     pub fn read(conf: &NetConf) -> Result<Keys> {
         let keys = conf.json().get("ipam").map_or_else(|| Ok(Keys::default()), Json::decode);
-        let keys: Keys = keys.map_err(|error| Error::config(format!("ipam: {error}")))?;
+        let keys: Keys = keys.map_err(|error| Error::config(format!("ipam.{error}")))?;
         keys.block_size.map_or(Ok(()), pool::check_block_size)?;
         if !keys.layer2.is_empty() {
             pool::check_layer2(&keys.layer2)?;
@@ -115,8 +115,8 @@ impl Plugin for ClusterLocal {
     }
 
     fn examine(&self, conf: &NetConf) -> Result<()> {
-        HostLocal.examine(conf)?;
-        Keys::read(conf).map(drop)
+        Keys::read(conf)?;
+        HostLocal.examine(conf)
     }
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {

@@ -3,12 +3,14 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use cni::Error;
 use cni::config::NetConf;
 use cni::delegate::find_plugin;
+use cni_cluster::ledger::Ledger;
 use libcni::NetworkList;
 
 use super::{CheckOutcome, Examined, advice};
@@ -134,7 +136,7 @@ pub(super) fn status(node: &Examined<'_>) -> CheckOutcome {
 pub(super) fn addresses(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("addresses");
     let mut fullest_percent = 0;
-    for ListedPool { pool, unusual, .. } in &node.snapshot.pools {
+    for ListedPool { pool, reservations, unusual } in &node.snapshot.pools {
         let (object, network) = (format!("network {}:", pool.network), quoted(&pool.network));
         for set in pool.usage(&node.context.notes)? {
             let percent = used_percent(&set);
@@ -150,6 +152,10 @@ pub(super) fn addresses(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
         {
             let data_dir = quoted(&pool.data_dir.to_string_lossy());
             outcome.add(&object, shortage.to_string(), format!("df -h {data_dir}; df -i {data_dir}"));
+        }
+        let reserved: Vec<IpAddr> = reservations.iter().map(|(reservation, _)| reservation.address).collect();
+        for note in Ledger::read(pool.store(&node.context.notes).sidecar()).lost_notes(&reserved) {
+            outcome.add(&object, note, advice("delete the containers and create them again"));
         }
         for (address, what) in unusual {
             let file = pool.folder().join(address.to_string());

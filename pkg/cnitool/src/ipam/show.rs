@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use cni::Error;
+use cni_cluster::ledger::{Entry, Ledger, State};
 use cni_ipam::store::Usage;
 use cni_ipam::{Listed, RangeSets, Reservation};
 use plugin_dhcp::leases::{self, Lease, Times};
@@ -31,6 +32,18 @@ pub(super) struct Dhcp {
     /// The daemon's socket [those of the networks' daemonSocketPath, and /run/cni/dhcp.sock]
     #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
     socket: Option<PathBuf>,
+}
+
+/// Returns the row of a block of cluster-local, with the number of its reserved addresses.
+fn block_row(Entry { block, state }: &Entry, reservations: &[Reservation]) -> Value {
+    let state = match state {
+        State::Claiming => "claiming".to_owned(),
+        State::Held(_) => "held".to_owned(),
+        State::Releasing(_) => "releasing".to_owned(),
+        State::Lost(holder) => holder.to_string(),
+    };
+    let used = reservations.iter().filter(|reservation| block.contains(reservation.address)).count();
+    json!({"first": block.first, "last": block.last, "pool": block.pool, "state": state, "used": used})
 }
 
 impl IpamContext<'_> {
@@ -74,7 +87,8 @@ impl IpamContext<'_> {
 
     /// Prints the reservations of a network, each with its age and whether it is in use. Below
     /// them, prints the unusual files: those that are named like a reservation, but are not regular
-    /// files or are too long. Also prints the released addresses that cool down.
+    /// files or are too long. Also prints the released addresses that cool down, and the blocks
+    /// that cluster-local has for the network on this node.
     ///
     /// # Errors
     /// - As [`pool_of`](IpamContext::pool_of).
@@ -84,12 +98,14 @@ impl IpamContext<'_> {
     pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
         let pool = self.pool_of(&args.network)?;
         let Listed { reservations, unusual, cooling, .. } = self.list_reservations(&pool)?;
-        let checked = self.check_all(&pool.network, reservations)?;
         let folder = pool.folder().display().to_string();
+        let ledger = Ledger::read(pool.store(&self.context.notes).sidecar());
+        let blocks: Vec<Value> = ledger.entries().iter().map(|entry| block_row(entry, &reservations)).collect();
         let is_outside = |address| {
             let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
             pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges))
         };
+        let checked = self.check_all(&pool.network, reservations)?;
         let row = |(reservation, liveness): (Reservation, Liveness)| {
             json!({
                 "address": reservation.address, "containerID": reservation.id, "ifname": reservation.ifname,
@@ -115,10 +131,13 @@ impl IpamContext<'_> {
         for (address, left) in &cooling {
             report.line(format_args!("{address}: cools down for another {} s (releaseCooldown)", seconds_left(left)));
         }
+        if !blocks.is_empty() {
+            report.table(&["first", "last", "pool", "state", "used"], &blocks, |_| None, "");
+        }
         let unusual: Vec<Value> = unusual.iter().map(|(ip, what)| json!({"address": ip, "what": what})).collect();
         let cooling = cooling.iter().map(|(ip, left)| json!({"address": ip, "secondsLeft": seconds_left(left)}));
         let cooling: Vec<Value> = cooling.collect();
-        let document = json!({"reservations": rows, "unusual": unusual, "coolingDown": cooling, "network": pool.network, "folder": folder});
+        let document = json!({"reservations": rows, "unusual": unusual, "coolingDown": cooling, "blocks": blocks, "network": pool.network, "folder": folder});
         report.write(streams, self.context.format(), &document)
     }
 

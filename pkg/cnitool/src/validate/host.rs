@@ -3,10 +3,12 @@
 
 use cni::delegate::{check_plugin_name, find_plugin, keeps_reservations};
 use cni::rollback::Notes;
+use cni_cluster::pool;
 use cni_firewall::portmap::Mapping;
 use cni_ipam::Range;
 use cni_linux::Stacked;
 use libcni::{NetworkList, Runtime};
+use plugin_cluster_local::Keys;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
@@ -88,14 +90,19 @@ fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
     confs_of_type(list, "host-device").filter_map(lost).collect()
 }
 
-/// Returns the host-local ranges of a network, each with its plugin's index.
-fn ranges(list: &NetworkList) -> Vec<(usize, Range)> {
+/// Returns the ranges of a network, each with its plugin's index and, for cluster-local, the name
+/// of its pool.
+fn ranges(list: &NetworkList) -> Vec<(usize, Range, Option<String>)> {
     let mut all = Vec::new();
     for (index, kind, conf) in plugin_confs(list) {
         if (keeps_reservations(kind) || keeps_reservations(conf.ipam_type()))
             && let Ok(Pool { ranges: Some(sets), .. }) = Pool::read(&conf, &Notes::silent())
         {
-            all.extend(sets.sets().iter().flat_map(|set| set.ranges()).map(|range| (index, range.clone())));
+            let is_clustered = [kind, conf.ipam_type()].contains(&"cluster-local");
+            let layer2 = Keys::read(&conf).ok().filter(|_| is_clustered).map(|keys| keys.layer2);
+            let name = |range: &Range| layer2.as_ref().map(|layer2| pool::name(layer2, range.subnet()));
+            let with_pool = |range: &Range| (index, range.clone(), name(range));
+            all.extend(sets.sets().iter().flat_map(|set| set.ranges()).map(with_pool));
         }
     }
     all
@@ -128,9 +135,23 @@ fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec
             continue;
         }
         let of_network = format!("of network {:?}", other.name());
-        for (_, other_range) in ranges(&other) {
-            for (index, range) in own_ranges.iter().filter(|(_, range)| have_common_address(range, &other_range)) {
-                warn(index, "ipam", format!("{range} overlaps with {other_range} {of_network}"));
+        for (_, other_range, other_pool) in ranges(&other) {
+            for (index, range, pool) in &own_ranges {
+                let (own, others) = (range.subnet(), other_range.subnet());
+                let what = match (pool, &other_pool) {
+                    // Networks may share a pool.
+                    (Some(pool), Some(other_pool)) if pool == other_pool => continue,
+                    (Some(pool), Some(other_pool))
+                        if own.contains(others.address()) || others.contains(own.address()) =>
+                    {
+                        format!("pool {pool} overlaps with pool {other_pool} {of_network}")
+                    }
+                    _ if have_common_address(range, &other_range) => {
+                        format!("{range} overlaps with {other_range} {of_network}")
+                    }
+                    _ => continue,
+                };
+                warn(index, "ipam", what);
             }
         }
         for (_, other_mapping) in port_mappings(&other) {

@@ -1,6 +1,7 @@
 //! cnitool's verbs for operators: each reports the damage of a node, and the printed command
 //! repairs it.
 
+mod blocks;
 mod devices;
 mod doctor;
 mod explain;
