@@ -63,13 +63,19 @@ pub fn ranges(subnets: &[&str]) -> Value {
 }
 
 /// Gives a network of a node these subnets as one block each, without a store: writes the ledger of
-/// a node that has verified its claims in this boot.
+/// a node that has verified its claims in this boot. Skips texts that are not subnets.
 pub fn hold(node: &Node, network: &str, subnets: &[&str]) {
     let entry = |subnet: &&str| {
-        let (first, last) = ends(subnet);
-        json!({"block": {"pool": subnet.replace('/', "-"), "first": first, "last": last}, "state": {"held": "1"}})
+        let (first, last) = ends(subnet)?;
+        // As in the names of pools.
+        let first_text = match first {
+            IpAddr::V4(v4) => v4.to_string(),
+            IpAddr::V6(v6) => v6.segments().map(|segment| format!("{segment:04x}")).join("-"),
+        };
+        let pool = format!("{first_text}-{}", subnet.split_once('/')?.1);
+        Some(json!({"block": {"pool": pool, "first": first, "last": last}, "state": {"held": "1"}}))
     };
-    let entries: Vec<Value> = subnets.iter().map(entry).collect();
+    let entries: Vec<Value> = subnets.iter().filter_map(entry).collect();
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let ledger = json!({"format": 1, "node": "node0", "boot": boot.trim(), "trustedUntil": u32::MAX, "pools": {},
                         "entries": entries});
@@ -77,11 +83,15 @@ pub fn hold(node: &Node, network: &str, subnets: &[&str]) {
 }
 
 /// Returns the first and the last address of a subnet.
-fn ends(subnet: &str) -> (IpAddr, IpAddr) {
-    let (address, length) = subnet.split_once('/').unwrap();
-    let length: u32 = length.parse().unwrap();
-    match address.parse().unwrap() {
-        IpAddr::V4(first) => (first.into(), Ipv4Addr::from_bits(first.to_bits() | u32::MAX >> length).into()),
-        IpAddr::V6(first) => (first.into(), Ipv6Addr::from_bits(first.to_bits() | u128::MAX >> length).into()),
-    }
+fn ends(subnet: &str) -> Option<(IpAddr, IpAddr)> {
+    let (address, length) = subnet.split_once('/')?;
+    let length: u32 = length.parse().ok()?;
+    Some(match address.parse().ok()? {
+        IpAddr::V4(first) => {
+            (first.into(), Ipv4Addr::from_bits(first.to_bits() | u32::MAX.checked_shr(length)?).into())
+        }
+        IpAddr::V6(first) => {
+            (first.into(), Ipv6Addr::from_bits(first.to_bits() | u128::MAX.checked_shr(length)?).into())
+        }
+    })
 }

@@ -65,15 +65,25 @@ pub fn uplink(node: &Node, name: &str) -> Container {
     outside
 }
 
+/// The plugin that the tests of host-local call: another one with host-local's configuration and
+/// files, if `CNI_TEST_IPAM` names it.
+pub fn ipam_plugin() -> String {
+    std::env::var("CNI_TEST_IPAM").unwrap_or_else(|_| "host-local".to_owned())
+}
+
 /// `ipam` for host-local on this node, over these ranges: one set per element.
 pub fn ipam(node: &Node, subnets: &[&str]) -> Value {
+    let plugin = ipam_plugin();
+    if plugin == "cluster-local" {
+        cluster::hold(node, "net1", subnets);
+    }
     let sets: Vec<Value> = subnets.iter().map(|subnet| json!([{ "subnet": subnet }])).collect();
-    json!({"type": "host-local", "dataDir": node.data_dir(), "ranges": sets})
+    json!({"type": plugin, "dataDir": node.data_dir(), "ranges": sets})
 }
 
 /// host-local called directly, as network `net1`.
 pub fn host_local(node: &Node, subnets: &[&str]) -> Value {
-    json!({"cniVersion": VERSION, "name": "net1", "type": "host-local", "ipam": ipam(node, subnets)})
+    json!({"cniVersion": VERSION, "name": "net1", "type": ipam_plugin(), "ipam": ipam(node, subnets)})
 }
 
 /// A layer-3 network `net1` on bridge `br0`, the bridge being the gateway.

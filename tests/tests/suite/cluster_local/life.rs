@@ -221,3 +221,20 @@ fn an_unread_result_leaves_no_reservation() {
     assert_eq!(cluster.nodes[0].reservations("net1"), []);
     assert_eq!(cluster.claims().len(), 1, "a rollback releases addresses, never blocks");
 }
+
+#[test]
+fn a_changed_layer2_uses_no_block_of_the_old_pool() {
+    require!(supported());
+    let cluster = Cluster::new(1);
+    let network = |layer2: &str| {
+        patched(cluster.network(0, &ranges(&["10.1.0.0/24"])), json!({"ipam": {"layer2": layer2, "blockSize": 8}}))
+    };
+    let (_a, first, outcome) = add(&cluster, 0, &network("a"));
+    outcome.success();
+    let (_b, second, outcome) = add(&cluster, 0, &network("b"));
+    outcome.success();
+    let pools: Vec<String> = cluster.server.specs("ipblocks").values().map(|spec| spec["pool"].to_string()).collect();
+    assert_eq!(pools, [r#""a.10.1.0.0-24""#, r#""b.10.1.0.0-24""#]);
+    first.del().success();
+    second.del().success();
+}
