@@ -14,6 +14,7 @@ use cni::{Code, Error};
 use cni_ipam::RangeSets;
 use cni_ipam::store::Usage;
 use cni_linux::{file, flock};
+use libcni::NetworkList;
 
 use crate::call::{Context, Exit, Streams};
 use crate::doctor::{self, CheckOutcome, Extent};
@@ -142,8 +143,13 @@ fn add_attachments(text: &mut Exposition, snapshot: &Snapshot) {
     let cached = &snapshot.attachments.cached;
     let networks = cached.iter().map(|entry| [entry.network.as_str()]);
     text.add_counts("cni_attachments", "Attachments in the result cache.", ["network"], networks);
-    let lists: Vec<_> = cached.iter().filter_map(|entry| entry.list().ok()).collect();
-    let plugins = lists.iter().flat_map(|list| list.plugins().iter().map(|plugin| [list.name(), plugin.kind()]));
+    // Most attachments of a network have the same configuration, which is parsed once.
+    let mut lists: BTreeMap<&[u8], Option<NetworkList>> = BTreeMap::new();
+    for entry in cached {
+        lists.entry(&entry.config).or_insert_with(|| entry.list().ok());
+    }
+    let added = cached.iter().filter_map(|entry| lists.get(entry.config.as_slice())?.as_ref());
+    let plugins = added.flat_map(|list| list.plugins().iter().map(|plugin| [list.name(), plugin.kind()]));
     let help = "Attachments in the result cache to which a plugin has contributed.";
     text.add_counts("cni_plugin_attachments", help, ["network", "plugin"], plugins);
     let leftovers = leftovers::list(snapshot);
