@@ -141,8 +141,10 @@ impl Attachments {
 
     /// Returns the cached attachments whose container does not exist any more, with the reason.
     pub(super) fn gone(&self) -> impl Iterator<Item = (&AttachmentId, &str)> {
-        let gone = self.ids.iter().zip(&self.liveness);
-        gone.filter_map(|(id, liveness)| matches!(liveness, Liveness::ContainerGone(_)).then(|| (id, liveness.why())))
+        self.ids.iter().zip(&self.liveness).filter_map(|(id, liveness)| match liveness {
+            Liveness::ContainerGone(why) => Some((id, why.as_str())),
+            Liveness::InUse(_) | Liveness::Unknown(_) => None,
+        })
     }
 
     /// Returns the cache entry of an attachment.
