@@ -344,6 +344,8 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
         text: rule.words().join(" "),
         removal: None,
     };
+    // Every container has chains of its own, so all of them are read with one request.
+    nat.read_chains_where(|name| name.starts_with("CNI-"))?;
     let chain = masquerade_iptables::POSTROUTING;
     // Copied, because `owner_of_jump` reads other chains from `nat`.
     for rule in &nat.rules(chain)?.to_vec() {
