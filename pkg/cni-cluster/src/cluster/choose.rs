@@ -1,0 +1,95 @@
+//! Chooses the block that an ADD claims, and takes blocks of absent nodes if no other is free.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use cni_ipam::ranges::RangeSet;
+
+use super::{Cluster, Obtained};
+use crate::ledger::{Reclaiming, reclaiming};
+use crate::pool::{self, Block};
+use crate::store::{Answer, Claim, NodeState, Reclaim};
+
+/// How many claimed blocks an ADD meets before it asks for a list.
+const MAX_REFUSALS: usize = 8;
+/// How many nodes the error of an exhausted range set names.
+const MAX_LISTED: usize = 5;
+
+impl Cluster<'_> {
+    /// Claims a block of the set: first without a list, then one that the store lists as free, then
+    /// one of an absent node.
+    pub(super) fn claim_any(&mut self, set: &RangeSet) -> Answer<Obtained> {
+        let node = self.ledger.node.clone();
+        let seed = format!("{node}/{}", self.network.name);
+        let candidates = pool::candidates(set, &|range| self.pool_of(range), &seed);
+        let unknown = candidates.filter(|block| self.ledger.state(block).is_none());
+        for block in unknown.take(MAX_REFUSALS).collect::<Vec<_>>() {
+            if self.claim(&block)?.is_none() {
+                return Ok(Obtained::Changed);
+            }
+        }
+        let (mut taken, mut rules) = (HashMap::new(), BTreeMap::new());
+        for pool in set.ranges().iter().map(|range| self.network.pool(range)).collect::<BTreeSet<_>>() {
+            for (first, node) in self.ask(|store| store.taken(&pool))? {
+                taken.insert((pool.clone(), first), node);
+            }
+            let found = self.ask(|store| store.pool(&pool))?;
+            rules.insert(pool, found.map_or(Reclaim::Never, |pool| pool.reclaim));
+        }
+        let mut holders: BTreeMap<String, Vec<Block>> = BTreeMap::new();
+        for block in pool::candidates(set, &|range| self.pool_of(range), &seed) {
+            let holder = match taken.remove(&(block.pool.clone(), block.first)) {
+                _ if self.ledger.state(&block).is_some() => node.clone(),
+                Some(holder) => holder,
+                None => match self.claim(&block)? {
+                    Some(holder) => holder.node,
+                    None => return Ok(Obtained::Changed),
+                },
+            };
+            holders.entry(holder).or_default().push(block);
+        }
+        let mut marks = Vec::new();
+        for (holder, blocks) in holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node) {
+            let state = self.ask(|store| store.node_state(holder))?;
+            for block in blocks.iter().filter(|_| matches!(state, NodeState::Absent(_))) {
+                let found = self.ask(|store| store.get(&block.pool, block.first))?;
+                let Some((claim, version)) = found.filter(|(claim, _)| claim.node == *holder) else { continue };
+                match reclaiming(&claim, rules[&block.pool], &state) {
+                    Reclaiming::Leave => marks.extend(claim.absent_since),
+                    Reclaiming::Mark(since) => {
+                        marks.push(since.clone());
+                        let marked = Claim { absent_since: Some(since), ..claim };
+                        self.ask(|store| store.swap(&marked, &version))?;
+                    }
+                    Reclaiming::Delete => {
+                        self.ask(|store| store.delete(&block.pool, block.first, &version))?;
+                        if self.claim(block)?.is_none() {
+                            return Ok(Obtained::Changed);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(Obtained::Exhausted(exhausted_text(rules.into_keys().collect(), &holders, &marks)))
+    }
+}
+
+/// Returns the text for a set of these pools whose blocks are all claimed. `marks` has since when
+/// the nodes of some blocks are absent.
+fn exhausted_text(pools: Vec<String>, holders: &BTreeMap<String, Vec<Block>>, marks: &[String]) -> String {
+    let total: usize = holders.values().map(Vec::len).sum();
+    let mut counts: Vec<(usize, &str)> = holders.iter().map(|(node, blocks)| (blocks.len(), node.as_str())).collect();
+    counts.sort_by_key(|(count, node)| (Reverse(*count), *node));
+    let holder = |(count, node): &(usize, &str)| match *node {
+        "" => format!("{count} are reserved by an operator"),
+        node => format!("node {node} has {count}"),
+    };
+    let most: Vec<String> = counts.iter().take(MAX_LISTED).map(holder).collect();
+    let mut text = format!("all {total} blocks of pool {} are claimed: {}", pools.join(", "), most.join(", "));
+    if let Some(since) = marks.iter().min() {
+        let count = marks.len();
+        text +=
+            &format!("; {count} belong to nodes that are absent since {since} or later, and are free an hour after");
+    }
+    text
+}
