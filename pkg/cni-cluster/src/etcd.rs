@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::http::Client;
+use crate::http::{Client, decode};
 use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
 
 /// The outcome of a change of one record.
@@ -108,12 +108,12 @@ impl Store for Etcd<'_> {
 
     fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
         let found = self.range(&self.pool_key(name), false)?;
-        found.first().map(decode).transpose()
+        found.first().map(value).transpose()
     }
 
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
         let prefix = self.pool_key("");
-        let named = |found: &Value| Ok((text(found, "key").trim_start_matches(&prefix).to_owned(), decode(found)?));
+        let named = |found: &Value| Ok((text(found, "key").trim_start_matches(&prefix).to_owned(), value(found)?));
         self.range(&prefix, false)?.iter().map(named).collect()
     }
 
@@ -158,7 +158,7 @@ impl Store for Etcd<'_> {
 
     fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
         let all = self.range(&format!("{}blocks/{pool}/", self.prefix), true)?;
-        let claims = all.iter().filter_map(|found| decode::<Claim>(found).ok());
+        let claims = all.iter().filter_map(|found| value::<Claim>(found).ok());
         Ok(claims.map(|claim| (claim.first, claim.node)).collect())
     }
 
@@ -189,11 +189,11 @@ fn text(found: &Value, field: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-fn decode<T: DeserializeOwned>(found: &Value) -> Answer<T> {
+fn value<T: DeserializeOwned>(found: &Value) -> Answer<T> {
     let wrong = |error| Failure::Unknown(format!("etcd's record {}: {error}", text(found, "key")));
-    serde_json::from_str(&text(found, "value")).map_err(wrong)
+    decode(&serde_json::from_str(&text(found, "value")).map_err(wrong)?)
 }
 
 pub(crate) fn versioned(found: &Value) -> Answer<(Claim, Version)> {
-    Ok((decode(found)?, Version(found["mod_revision"].as_str().unwrap_or_default().to_owned())))
+    Ok((value(found)?, Version(found["mod_revision"].as_str().unwrap_or_default().to_owned())))
 }

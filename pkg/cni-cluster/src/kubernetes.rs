@@ -7,11 +7,10 @@ use std::net::IpAddr;
 use std::time::Instant;
 
 use cni::{Code, Error};
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::http::{Client, Response};
+use crate::http::{Client, Response, decode};
 use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
 
 /// The API group of the two kinds. It cannot change after a release without a migration.
@@ -27,25 +26,6 @@ const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
 
 /// A client of one API server.
 pub(crate) struct Kubernetes<'m>(pub(crate) Client<'m>);
-
-/// An object with the kind-specific part `T`.
-#[derive(Deserialize)]
-struct Object<T> {
-    metadata: Metadata,
-    spec: T,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Metadata {
-    name: String,
-    resource_version: String,
-}
-
-#[derive(Deserialize)]
-struct List<T> {
-    items: Vec<Object<T>>,
-}
 
 /// What the server answers to a well-formed request.
 enum Outcome {
@@ -67,7 +47,7 @@ impl Kubernetes<'_> {
             200 | 201 => Ok(Outcome::Done(response)),
             409 => Ok(Outcome::Conflict),
             // Without the kind, the server answers with a text.
-            404 if response.json::<Value>().is_ok_and(|status| status["reason"] == "NotFound") => {
+            404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => {
                 Ok(Outcome::Absent(response.date))
             }
             404 => {
@@ -79,22 +59,24 @@ impl Kubernetes<'_> {
     }
 
     /// Reads what `path` names: an object or a list.
-    fn read<T: DeserializeOwned>(&mut self, path: &str) -> Answer<Option<T>> {
+    fn read(&mut self, path: &str) -> Answer<Option<Value>> {
         match self.call("GET", path, None)? {
             Outcome::Done(response) => response.json().map(Some),
             Outcome::Absent(_) | Outcome::Conflict => Ok(None),
         }
     }
 
-    /// Reads a list. There always is one.
-    fn list<T: DeserializeOwned>(&mut self, path: &str) -> Answer<T> {
-        self.read(path)?.ok_or_else(|| Failure::Unknown(format!("{path}: the server has no such list")))
+    /// Reads the objects of a list.
+    fn list(&mut self, path: &str) -> Answer<Vec<Value>> {
+        let mut list = self.read(path)?.unwrap_or_default();
+        let unlisted = |_| Failure::Unknown(format!("the answer to GET {path} is not a list"));
+        serde_json::from_value(list["items"].take()).map_err(unlisted)
     }
 
     /// Creates an object.
     fn post(&mut self, resource: &str, object: Value) -> Answer<Created> {
         match self.call("POST", &format!("{resource}?{WRITE}"), Some(object))? {
-            Outcome::Done(response) => Ok(Created::Created(version(&response)?)),
+            Outcome::Done(response) => Ok(Created::Created(version(&response.json()?)?)),
             Outcome::Conflict => Ok(Created::Exists),
             Outcome::Absent(_) => Err(Failure::Unknown(format!("failed to create {resource}: not found"))),
         }
@@ -126,12 +108,12 @@ impl Store for Kubernetes<'_> {
     }
 
     fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
-        Ok(self.read(&format!("ippools/{name}"))?.map(|object: Object<Pool>| object.spec))
+        self.read(&format!("ippools/{name}"))?.map(|object| decode(&object["spec"])).transpose()
     }
 
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
-        let list: List<Pool> = self.list("ippools")?;
-        Ok(list.items.into_iter().map(|object| (object.metadata.name, object.spec)).collect())
+        let name = |object: &Value| object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+        self.list("ippools")?.iter().map(|object| Ok((name(object), decode(&object["spec"])?))).collect()
     }
 
     fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
@@ -144,14 +126,14 @@ impl Store for Kubernetes<'_> {
     }
 
     fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
-        Ok(self.read(&format!("ipblocks/{}", name(pool, first)))?.map(versioned))
+        self.read(&format!("ipblocks/{}", name(pool, first)))?.as_ref().map(versioned).transpose()
     }
 
     fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
         let name = name(&claim.pool, claim.first);
         let object = object("IPBlock", json!({"name": name, "resourceVersion": version}), claim);
         match self.call("PUT", &format!("ipblocks/{name}?{WRITE}"), Some(object))? {
-            Outcome::Done(response) => Ok(Swapped::Swapped(self::version(&response)?)),
+            Outcome::Done(response) => Ok(Swapped::Swapped(self::version(&response.json()?)?)),
             Outcome::Conflict | Outcome::Absent(_) => Ok(Swapped::Changed),
         }
     }
@@ -167,13 +149,13 @@ impl Store for Kubernetes<'_> {
     }
 
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
-        let list: List<Claim> = self.list(&format!("ipblocks?fieldSelector=spec.node%3D{}", encoded(node)))?;
-        Ok(list.items.into_iter().map(versioned).collect())
+        let path = format!("ipblocks?fieldSelector=spec.node%3D{}", encoded(node));
+        self.list(&path)?.iter().map(versioned).collect()
     }
 
     fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
         let selector = format!("fieldSelector=spec.pool%3D{pool}&resourceVersion=0&includeObject=None");
-        let table: Value = self.list(&format!("ipblocks?{selector}"))?;
+        let table = self.read(&format!("ipblocks?{selector}"))?.unwrap_or_default();
         let wrong = || Failure::Unknown("the table of IPBlocks has no columns First and Node".to_owned());
         taken(&table).ok_or_else(wrong)
     }
@@ -181,7 +163,7 @@ impl Store for Kubernetes<'_> {
     fn node_state(&mut self, name: &str) -> Answer<NodeState> {
         match self.call("GET", &format!("/api/v1/nodes/{}", encoded(name)), None)? {
             Outcome::Done(response) => {
-                let node: Value = response.json()?;
+                let node = response.json()?;
                 let machine = node["status"]["nodeInfo"]["machineID"].as_str().unwrap_or_default();
                 Ok(NodeState::Present(machine.to_owned()))
             }
@@ -196,14 +178,16 @@ fn object(kind: &str, metadata: Value, spec: &impl Serialize) -> Value {
     json!({"apiVersion": format!("{GROUP}/v1"), "kind": kind, "metadata": metadata, "spec": spec})
 }
 
-/// Returns the version of the object in an answer.
-fn version(response: &Response) -> Answer<Version> {
-    let object: Object<Value> = response.json()?;
-    Ok(Version(object.metadata.resource_version))
+/// Returns the version of an object.
+fn version(object: &Value) -> Answer<Version> {
+    let version = object["metadata"]["resourceVersion"].as_str();
+    version
+        .map(|version| Version(version.to_owned()))
+        .ok_or_else(|| Failure::Unknown(format!("not an object: {object}")))
 }
 
-fn versioned(object: Object<Claim>) -> (Claim, Version) {
-    (object.spec, Version(object.metadata.resource_version))
+pub(crate) fn versioned(object: &Value) -> Answer<(Claim, Version)> {
+    Ok((decode(&object["spec"])?, version(object)?))
 }
 
 /// Returns the first addresses and nodes in a table of claims; `None` if the table has no such
@@ -215,13 +199,6 @@ pub(crate) fn taken(table: &Value) -> Option<Vec<(IpAddr, String)>> {
     let text = |row: &Value, column: usize| row["cells"][column].as_str().map(str::to_owned);
     let claim = |row: &Value| Some((text(row, first)?.parse().ok()?, text(row, node).unwrap_or_default()));
     Some(table["rows"].as_array().into_iter().flatten().filter_map(claim).collect())
-}
-
-/// Returns the claims in a list.
-#[cfg(feature = "fuzzing")]
-pub(crate) fn claims(body: &[u8]) -> Vec<Claim> {
-    let list: Option<List<Claim>> = serde_json::from_slice(body).ok();
-    list.into_iter().flat_map(|list| list.items).map(|object| object.spec).collect()
 }
 
 /// Returns the name of the object of a claim.
