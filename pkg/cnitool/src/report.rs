@@ -13,8 +13,9 @@ use serde_json::{Value, json};
 
 use crate::call::{ColorMode, Exit, Failure, Format, Streams, own_uid};
 
-/// cnitool's own code for an action that needs a further option, for example `--all`.
-pub(crate) const REFUSED: Code = Code(103);
+/// The code of an action that needs a further option, for example `--all`. A plugin uses the same
+/// code if a server refuses its request.
+pub(crate) const REFUSED: Code = Code::REFUSED;
 
 /// Writes text for people to stdout. Control characters are escaped, because a container can give
 /// its interfaces names that change the terminal's state.
@@ -355,7 +356,7 @@ fn meaning(code: Code) -> &'static str {
         Code::NOT_AVAILABLE => "the plugin cannot handle an ADD",
         Code::LIMITED_CONNECTIVITY => "the plugin cannot handle an ADD, and containers may have limited connectivity",
         Code::INTERNAL => "internal error",
-        REFUSED => "refused by cnitool",
+        REFUSED => "refused",
         Code::KERNEL => "specific to the plugin; from these plugins: the kernel or a program refused the operation",
         Code::CHECK_FAILED => "specific to the plugin; from these plugins: the attachment differs from its ADD",
         Code::CONFLICT => "specific to the plugin; from these plugins: the name, address or port is already in use",

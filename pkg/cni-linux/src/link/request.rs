@@ -7,7 +7,8 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 
 use netlink_packet_core::Emitable;
 
-use super::{LinkFlag, native_u32};
+use super::LinkFlag;
+use super::decode::native_u32;
 use crate::mac::Mac;
 use crate::netlink::wire::{attribute, new_attribute};
 use crate::netlink::{Body, attributes, text};

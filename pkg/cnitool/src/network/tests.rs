@@ -174,11 +174,7 @@ fn gc_removes_everything_only_if_requested() {
         let outcome = node.call("gc net");
         assert_eq!(outcome.exit, Exit::Failed);
         assert!(outcome.stderr.contains("no attachment of this network is known to be in use"), "{}", outcome.stderr);
-        assert!(
-            outcome.stderr.contains("--all") && outcome.stderr.contains("103: refused by cnitool"),
-            "{}",
-            outcome.stderr
-        );
+        assert!(outcome.stderr.contains("--all") && outcome.stderr.contains("103: refused"), "{}", outcome.stderr);
         assert_eq!(node.take_call_names(), "");
     };
     refused(&node); // The cache has no attachment, so the plugins would remove everything.
@@ -204,7 +200,7 @@ fn gc_removes_nothing_beside_an_unreadable_file_without_all() {
     std::fs::write(results.join("net-old-eth0"), r#"{"cniVersion":"0.4.0","dns":{}}"#).unwrap();
     node.take_calls();
     let outcome = node.call("gc net");
-    assert!(outcome.exit == Exit::Failed && outcome.stderr.contains("103: refused by cnitool"), "{}", outcome.stderr);
+    assert!(outcome.exit == Exit::Failed && outcome.stderr.contains("103: refused"), "{}", outcome.stderr);
     let named = node.call("gc net --keep empty/eth0 --keep old/eth0");
     let said = "so their attachments would be removed unless --keep names them\n";
     assert!(named.exit == Exit::Failed && named.stderr.contains(said), "{}", named.stderr);

@@ -55,7 +55,7 @@ fn at_once(cluster: &Cluster, verb: &str, calls: &[(usize, &Container, Value)]) 
 }
 
 /// Connects `eth1` of all nodes, and `eth0` of the returned container, by a bridge.
-fn connect<'n>(segment: &'n Node, cluster: &Cluster) -> Container {
+fn connect(segment: &Node, cluster: &Cluster) -> Container {
     segment.ip(&["link add segment type bridge", "link set segment up"]);
     let machine = segment.container();
     let mut ends = vec![("eth0", machine.netns().to_owned())];

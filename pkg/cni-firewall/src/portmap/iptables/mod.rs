@@ -85,8 +85,8 @@ impl<'m> IptablesPortMap<'m> {
 
     /// Writes the rules of `wanted`: IPv4, then IPv6. Both families are checked for living holders
     /// of the ports before either is changed. Sets `changed` to true if rules may have been
-    /// changed, even on an error or with a living holder: the caller then owes an
-    /// [`undo`](IptablesPortMap::undo) if its ADD fails.
+    /// changed, even on an error or with a living holder: the caller then owes a
+    /// [`purge`](IptablesPortMap::purge) if its ADD fails.
     ///
     /// # Errors
     /// If the host's links cannot be read, if rules cannot be written over netlink and iptables is
