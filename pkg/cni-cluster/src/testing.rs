@@ -40,6 +40,8 @@ type Late = Box<dyn FnOnce(&mut Memory)>;
 #[derive(Default)]
 pub(crate) struct Memory {
     pub(crate) pools: BTreeMap<String, Pool>,
+    /// A pool that another node creates just after the next list of pools.
+    pub(crate) appearing: Option<(String, Pool)>,
     pub(crate) claims: BTreeMap<(String, IpAddr), (Claim, Version)>,
     versions: u64,
     /// The machine IDs of the nodes, or `None` if the store does not know nodes.
@@ -149,7 +151,11 @@ impl Store for MemoryStore {
         self.request("pool", move |memory| memory.pools.get(&name).cloned())
     }
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
-        self.request("pools", |memory| memory.pools.clone().into_iter().collect())
+        self.request("pools", |memory| {
+            let listed = memory.pools.clone().into_iter().collect();
+            memory.pools.extend(memory.appearing.take());
+            listed
+        })
     }
     fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
         let (name, pool) = (name.to_owned(), pool.clone());

@@ -27,7 +27,9 @@ use cni_linux::flock::{self, Limit};
 
 use crate::ledger::{Action, Entry, Holder, Host, Ledger, Seen, State};
 use crate::pool::{self, Block};
-use crate::store::{Answer, Claim, Created, Deleted, NodeState, Pool, Reclaim, Store, Swapped, Version, repeat};
+use crate::store::{
+    Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Reclaim, Store, Swapped, Version, repeat,
+};
 
 /// How long a call that can do without the store waits for it.
 const SHORT_WAIT: Duration = Duration::from_secs(1);
@@ -357,12 +359,19 @@ impl<'a> Cluster<'a> {
 
     /// Records the block size of a pool, and creates the pool if it does not exist.
     fn ensure_pool(&mut self, name: String, subnet: Cidr) -> Answer<()> {
-        if let Some(pool) = self.ask(|store| store.pool(&name))? {
-            self.network.check_block_size(&name, subnet, pool.block_size)?;
-            self.ledger.pools.insert(name, pool.block_size);
-            return Ok(());
-        }
         let pools = self.ask(|store| store.pools())?;
+        let block_size = match pools.iter().find(|(other, _)| *other == name) {
+            Some((_, pool)) => pool.block_size,
+            None => self.create_pool(&name, subnet, &pools)?,
+        };
+        self.network.check_block_size(&name, subnet, block_size)?;
+        self.ledger.pools.insert(name, block_size);
+        Ok(())
+    }
+
+    /// Creates a pool that is not in `pools`, unless another node creates it at the same moment.
+    /// Returns its block size.
+    fn create_pool(&mut self, name: &str, subnet: Cidr, pools: &[(String, Pool)]) -> Answer<u32> {
         let overlaps = |(other, pool): &&(String, Pool)| {
             pool::name(self.network.layer2, pool.subnet) == *other
                 && (pool.subnet.contains(subnet.address()) || subnet.contains(pool.subnet.address()))
@@ -373,11 +382,16 @@ impl<'a> Cluster<'a> {
         }
         let default_size = pool::default_block_size(self.network.addresses(subnet));
         let block_size = self.network.block_size.unwrap_or(default_size);
-        self.network.check_block_size(&name, subnet, block_size)?;
+        self.network.check_block_size(name, subnet, block_size)?;
         let pool = Pool { subnet, block_size, reclaim: Reclaim::default() };
-        self.ask(|store| store.create_pool(&name, &pool))?;
-        // Another node may have created the pool at the same moment, with another size.
-        self.ensure_pool(name, subnet)
+        match self.ask(|store| store.create_pool(name, &pool))? {
+            Created::Created(_) => Ok(block_size),
+            // Another node may have chosen another size.
+            Created::Exists => {
+                let gone = || Failure::Unknown(format!("pool {name} was created and deleted"));
+                Ok(self.ask(|store| store.pool(name))?.ok_or_else(gone)?.block_size)
+            }
+        }
     }
 
     /// Returns the name and the block size of the pool of a range, which the ledger has.

@@ -48,7 +48,7 @@ fn an_add_from_a_held_block_sends_no_request() {
     let memory = memory();
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/20"]);
     node.add().unwrap();
-    assert_eq!(memory.borrow().requests, ["pool", "pools", "create pool", "pool", "claims", "create"]);
+    assert_eq!(memory.borrow().requests, ["pools", "create pool", "claims", "create"]);
     memory.borrow_mut().requests.clear();
     for _ in 0..20 {
         node.add().unwrap();
@@ -145,6 +145,16 @@ fn overlapping_pools_need_different_layer2_networks() {
     node.layer2 = "vlan20";
     node.add().unwrap();
     assert!(memory.borrow().pools.contains_key("vlan20.10.61.0.0-20"));
+}
+
+#[test]
+fn a_pool_that_another_node_creates_first_is_used() {
+    let memory = memory();
+    let subnet = "10.61.0.0/24".parse().unwrap();
+    let pool = Pool { subnet, block_size: 2, reclaim: Reclaim::Never };
+    memory.borrow_mut().appearing = Some(("10.61.0.0-24".to_owned(), pool.clone()));
+    TestNode::new(&memory, "node1", &["10.61.0.0/24"]).add().unwrap();
+    assert_eq!(memory.borrow().pools.values().collect::<Vec<_>>(), [&pool]);
 }
 
 #[test]
@@ -278,7 +288,7 @@ fn an_existing_pool_is_used() {
     memory.borrow_mut().pools.insert("10.61.0.0-24".to_owned(), pool);
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
     node.add().unwrap();
-    assert_eq!(memory.borrow().requests, ["pool", "claims", "create"]);
+    assert_eq!(memory.borrow().requests, ["pools", "claims", "create"]);
     assert_eq!(Rc::strong_count(&memory), 2);
 }
 
