@@ -111,7 +111,7 @@ release_multicall() (
     plugins=$(sed 's/.*  //' SHA256SUMS)
     # shellcheck disable=SC2086 # a list of words on purpose
     [ "$(stat -c %i $plugins | sort -u | wc -l)" = 1 ]
-    [ "$(stat -c %s bridge)" -lt 5767168 ]
+    [ "$(stat -c %s bridge)" -lt 7077888 ]
     [ "$plugins" = "$(sed 's/.*  //' "$(release_unpack amd64)/SHA256SUMS")" ]
     ln bridge no-plugin
     if CNI_COMMAND=VERSION ./no-plugin </dev/null 2>no-plugin.err; then exit 1; fi
