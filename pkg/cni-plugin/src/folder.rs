@@ -199,13 +199,20 @@ impl StateFile {
     /// # Errors
     /// Code 5 if one of them cannot be removed.
     pub fn purge(&self) -> Result<bool> {
-        // A temporary file exists only if its writer was killed.
-        let temporary_outcome =
-            purge_file(&self.temporary()).map_err(|error| self.failed("remove the temporary file of", error));
+        let temporary_outcome = self.purge_temporary();
         let outcome = purge_file(&self.path).map_err(|error| self.failed("remove", error));
         let existed = matches!(outcome, Ok(true));
         Error::join(temporary_outcome.err().into_iter().chain(outcome.err()))?;
         Ok(existed)
+    }
+
+    /// Removes the temporary file of this network's file, which exists only if its writer was killed.
+    ///
+    /// # Errors
+    /// Code 5 if it cannot be removed.
+    pub fn purge_temporary(&self) -> Result<()> {
+        let outcome = purge_file(&self.temporary());
+        outcome.map(drop).map_err(|error| self.failed("remove the temporary file of", error))
     }
 
     /// Returns the error for a failed action: `read`, `write` or `remove`.

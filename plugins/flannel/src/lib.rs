@@ -160,7 +160,7 @@ impl Plugin for Flannel {
                 file.path().display()
             )),
         }
-        if is_removed { file.purge().map(drop) } else { Ok(()) }
+        if is_removed { file.purge().map(drop) } else { file.purge_temporary() }
     }
 
     /// Runs the GC of each delegate of the network: the present one, and those in the stored

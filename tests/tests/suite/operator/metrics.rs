@@ -153,7 +153,7 @@ fn metrics_read_each_cache_entry_once() {
     let trace = operator.node.dir().join("trace").display().to_string();
     let program = cni_testkit::bin_dir().join("cnitool").display().to_string();
     let folder = operator.node.dir().join("net.d").display().to_string();
-    let strace = ["strace", "-qq", "-e", "trace=openat", "-o", &trace, &program, "metrics", "--conf-dir", &folder];
+    let strace = ["strace", "-qq", "-e", "trace=open,openat", "-o", &trace, &program, "metrics", "--conf-dir", &folder];
     let ran = operator.node.run(&strace);
     assert!(ran.ok && ran.stdout.contains("cni_metrics_complete 1"), "{ran:?}");
     let text = fs::read_to_string(&trace).unwrap();
