@@ -206,7 +206,7 @@ impl StateFile {
         Ok(existed)
     }
 
-    /// Removes the temporary file of this network's file, which exists only if its writer was killed.
+    /// Removes the temporary file of this network's file. It exists only if its writer was killed.
     ///
     /// # Errors
     /// Code 5 if it cannot be removed.
