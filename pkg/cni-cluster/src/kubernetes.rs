@@ -30,7 +30,7 @@ pub(crate) struct Kubernetes<'m>(pub(crate) Client<'m>);
 /// What the server answers to a well-formed request.
 enum Outcome {
     Done(Response),
-    /// There is no such object. With the server's time, in seconds since 1970.
+    /// The object does not exist. With the server's time, in seconds since 1970.
     Absent(Option<u64>),
     /// The object exists already, or has another version.
     Conflict,

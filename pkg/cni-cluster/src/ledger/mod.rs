@@ -101,7 +101,7 @@ pub enum Seen {
     Unread,
     /// The store refused an operation, because the claim is not as expected.
     Changed,
-    /// There is no claim.
+    /// The block has no claim.
     Absent,
     /// This call has written the claim with this version.
     Written(Version),

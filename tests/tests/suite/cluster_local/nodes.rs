@@ -37,7 +37,7 @@ def ask(addresses, seconds):
 deadline = time.time() + 60
 while time.time() < deadline and not all(seen.values()):
     ask([address for address, macs in seen.items() if not macs], 1)
-# All once more: another machine with one of the addresses would answer too.
+# Asks for all again: another machine with one of the addresses would answer too.
 ask(list(seen), 2)
 print(json.dumps({address: sorted(macs) for address, macs in seen.items()}))
 "#;
