@@ -10,7 +10,8 @@
 # Sourced by scripts/test --release. It installs only packages and targets of rustup that it needs.
 
 release_needs() {
-    need git jq dpkg-deb setpriv qemu-aarch64
+    # The compilers of the C code in the crate ring, which `cargo check` builds too.
+    need git jq dpkg-deb setpriv qemu-aarch64 arm-linux-gnueabihf-gcc s390x-linux-gnu-gcc
     python3 -c 'import ensurepip' 2>/dev/null || { missing+=("python3's venv") packages+=(python3-venv); }
 }
 
