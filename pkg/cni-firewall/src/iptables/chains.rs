@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use super::super::nft::{self, Key, Listed, Nft, Search};
 use super::{Chain, Rule, Table, compat};
 use cni::Cidr;
+use cni::cidr::octets;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -42,8 +43,7 @@ impl Part<'_> {
     fn bytes(self) -> Vec<u8> {
         match self {
             Part::Target(text) | Part::Comment(text) | Part::CommentBeginning(text) => text.into(),
-            Part::Address(IpAddr::V4(address)) => address.octets().into(),
-            Part::Address(IpAddr::V6(address)) => address.octets().into(),
+            Part::Address(address) => octets(address),
         }
     }
 
@@ -323,10 +323,7 @@ impl Chains<'_> {
     /// the address in the bytes of the rules.
     fn list_nft_chains_for_address(&mut self, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
-        let octets = match address {
-            IpAddr::V4(address) => address.octets().to_vec(),
-            IpAddr::V6(address) => address.octets().to_vec(),
-        };
+        let octets = octets(address);
         let table = self.table.in_nf_tables(self.family);
         let what = format!("failed to list nft table {table}");
         let read = |nft: &mut Nft| {

@@ -17,6 +17,7 @@ use super::fields::{
 };
 use super::xt::{self, Addrtype, Conntrack, Extension, Mark, Multiport, NatV4, Range2, SetMark, Tcp};
 use crate::nft::expr::{self, CmpOp, Expr, MetaKey, Reg, Verdict};
+use cni::cidr::octets;
 use cni_linux::route::Family;
 
 /// A rule as the kernel receives it.
@@ -234,10 +235,7 @@ fn encode_match<'w>(name: &str, words: &mut impl Iterator<Item = &'w str>) -> Op
 
 /// Encodes the target DNAT to `address`, and to `port` if it is given.
 fn dnat(address: IpAddr, port: Option<u16>) -> (Extension, Vec<u8>) {
-    let octets = match address {
-        IpAddr::V4(address) => address.octets().to_vec(),
-        IpAddr::V6(address) => address.octets().to_vec(),
-    };
+    let octets = octets(address);
     let flags = if port.is_some() { MAP_IPS | PROTO_SPECIFIED } else { MAP_IPS };
     let port = port.unwrap_or(0).to_be_bytes();
     let mut info = Info::new(xt::DNAT);

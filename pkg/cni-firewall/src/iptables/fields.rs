@@ -5,9 +5,9 @@
 //! plugins do not write.
 
 use std::mem::offset_of;
-use std::net::IpAddr;
 
 use super::xt::{self, Addrtype, Conntrack, Mark, Multiport, NatV4, Range, Sctp, SetMark, Tcp, Udp};
+use cni::cidr::from_octets;
 use cni_linux::route::Family;
 
 /// The bit of RTN_LOCAL in an addrtype match, which has a set of route types.
@@ -79,16 +79,7 @@ pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option
     };
     let mut bytes = data.to_vec();
     bytes.resize(address_len, 0);
-    Some(format!("{}/{prefix_len}", ip_address(&bytes)?))
-}
-
-/// Reads an address of 4 or 16 bytes. `None` for any other length.
-fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
-    match bytes.len() {
-        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
-        16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
-        _ => None,
-    }
+    Some(format!("{}/{prefix_len}", from_octets(&bytes)?))
 }
 
 /// Returns the interface name of a comparison with `data`, as iptables prints it. Without a NUL,
@@ -247,7 +238,7 @@ pub(super) fn dnat_destination(family: Family, revision: u32, info: &[u8]) -> Op
     if !has_address || has_other_flags || first_address != last_address {
         return None;
     }
-    let address = ip_address(first_address)?;
+    let address = from_octets(first_address)?;
     if flags & PROTO_SPECIFIED == 0 {
         return Some(address.to_string());
     }

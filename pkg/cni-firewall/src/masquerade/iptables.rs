@@ -29,6 +29,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use cni::Cidr;
 use cni::hash::sha512_hex;
+use cni::text::cut;
 
 use crate::iptables::{Chain, Chains, Edit, Part, Purpose, Rule};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
@@ -63,13 +64,8 @@ pub(crate) fn is_chain_name(name: &str) -> bool {
 /// cut to the length that iptables accepts. Valid names have no characters that would have to be
 /// escaped.
 pub(crate) fn comment(attachment: &AttachmentId) -> String {
-    let mut comment = format!("name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
-    let mut end = COMMENT_MAX.min(comment.len());
-    while !comment.is_char_boundary(end) {
-        end -= 1;
-    }
-    comment.truncate(end);
-    comment
+    let comment = format!("name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
+    cut(&comment, COMMENT_MAX).to_owned()
 }
 
 /// Returns the network and the container that a comment names; `None` if the comment was cut or has

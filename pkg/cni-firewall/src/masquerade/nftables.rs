@@ -21,6 +21,7 @@
 
 use cni::Cidr;
 use cni::hash::sha512_hex;
+use cni::text::cut;
 
 use crate::engine;
 use crate::iptables::words;
@@ -69,14 +70,8 @@ fn comment(attachment: &AttachmentId) -> String {
     let unquoted = |text: &str| text.replace('"', "");
     let AttachmentId { network, container_id: container, ifname } = attachment;
     let key = attachment_key(attachment);
-    let mut comment =
-        format!("{key}, net: {}, if: {}, id: {}", unquoted(network), unquoted(ifname), unquoted(container));
-    let mut end = COMMENT_MAX.min(comment.len());
-    while !comment.is_char_boundary(end) {
-        end -= 1;
-    }
-    comment.truncate(end);
-    comment
+    let comment = format!("{key}, net: {}, if: {}, id: {}", unquoted(network), unquoted(ifname), unquoted(container));
+    cut(&comment, COMMENT_MAX).to_owned()
 }
 
 /// Returns the [`attachment_key`] in a rule's comment.

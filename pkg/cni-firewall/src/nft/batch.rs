@@ -17,6 +17,7 @@ use std::net::IpAddr;
 
 use super::userdata;
 use super::{Expr, Family, Generation, Rule, Table};
+use cni::cidr::octets;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::{Message, new_attribute};
 
@@ -127,11 +128,7 @@ fn protocol_attribute(protocol: u8) -> RuleAttribute {
 
 /// Returns the message body that names one element of a set: `address`.
 pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElementMessage {
-    let key = match address {
-        IpAddr::V4(address) => address.octets().to_vec(),
-        IpAddr::V6(address) => address.octets().to_vec(),
-    };
-    let key = SetElementAttribute::Key(DataAttribute::Value(key));
+    let key = SetElementAttribute::Key(DataAttribute::Value(octets(address)));
     SetElementMessage {
         attributes: vec![
             SetElementList::Table(table.name.into()),

@@ -61,10 +61,7 @@ impl Key {
 
     /// Returns the key of a container's address.
     pub(crate) fn address(address: std::net::IpAddr) -> Key {
-        match address {
-            std::net::IpAddr::V4(address) => Key::new(b'a', &address.octets()),
-            std::net::IpAddr::V6(address) => Key::new(b'a', &address.octets()),
-        }
+        Key::new(b'a', &cni::cidr::octets(address))
     }
 
     /// Returns the key of the chain that a rule jumps to.

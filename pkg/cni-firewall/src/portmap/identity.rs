@@ -11,6 +11,7 @@
 use std::net::IpAddr;
 
 use cni::hash::{sha512, sha512_hex};
+use cni::text::cut;
 
 use super::super::nft::userdata::{self, comment_len};
 use super::super::nft::{Listed, Rule};
@@ -157,15 +158,7 @@ fn comment(container_id: &str) -> String {
         return container_id.to_owned();
     }
     let hash = sha512_hex(&[container_id.as_bytes()], HASH_DIGITS);
-    // Container IDs should be ASCII. If one is not, a character must not be cut in two.
-    let mut beginning = String::new();
-    for character in container_id.chars() {
-        if beginning.len() + character.len_utf8() > BEGINNING_MAX {
-            break;
-        }
-        beginning.push(character);
-    }
-    format!("{beginning}-{hash}")
+    format!("{}-{hash}", cut(container_id, BEGINNING_MAX))
 }
 
 /// Returns the alias in the rule's tag, if it has one.

@@ -4,6 +4,8 @@
 
 use std::net::IpAddr;
 
+use cni::cidr::octets;
+
 use super::{Base, CmpOp, Expr, MetaKey, Reg};
 
 /// Returns a match: `load`, which must load a value into register 1, and the comparison of this
@@ -67,20 +69,21 @@ pub fn ether_saddr_of(exprs: &[Expr]) -> Option<[u8; 6]> {
 /// Returns the match `ip saddr ADDR` or `ip6 saddr ADDR`, for an ip or ip6 table; an inet table
 /// needs [`nfproto`] first.
 pub fn saddr(addr: IpAddr) -> Vec<Expr> {
-    // The offset and the length of the source address in the IP header.
-    match addr {
-        IpAddr::V4(addr) => equal(payload(Base::NETWORK, 12, 4), addr.octets().to_vec()),
-        IpAddr::V6(addr) => equal(payload(Base::NETWORK, 8, 16), addr.octets().to_vec()),
-    }
+    address_at(12, 8, addr)
 }
 
 /// Returns the match `ip daddr ADDR` or `ip6 daddr ADDR`; see [`saddr`].
 pub fn daddr(addr: IpAddr) -> Vec<Expr> {
-    // The offset and the length of the destination address in the IP header.
-    match addr {
-        IpAddr::V4(addr) => equal(payload(Base::NETWORK, 16, 4), addr.octets().to_vec()),
-        IpAddr::V6(addr) => equal(payload(Base::NETWORK, 24, 16), addr.octets().to_vec()),
-    }
+    address_at(16, 24, addr)
+}
+
+/// Returns the match of an address that is at one of these offsets in the IP header.
+fn address_at(in_ipv4: u32, in_ipv6: u32, addr: IpAddr) -> Vec<Expr> {
+    let (offset, len) = match addr {
+        IpAddr::V4(_) => (in_ipv4, 4),
+        IpAddr::V6(_) => (in_ipv6, 16),
+    };
+    equal(payload(Base::NETWORK, offset, len), octets(addr))
 }
 
 /// Turns an address match, such as that of [`saddr`], into `ip saddr @SET`: replaces the comparison
@@ -150,11 +153,11 @@ pub fn fib_daddr_local() -> Vec<Expr> {
 /// Returns the statement `dnat to ADDR:PORT`, for an ip or ip6 table; without a port, the packet
 /// keeps its port.
 pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
-    let (family, bytes) = match addr {
-        IpAddr::V4(addr) => (libc::NFPROTO_IPV4, addr.octets().to_vec()),
-        IpAddr::V6(addr) => (libc::NFPROTO_IPV6, addr.octets().to_vec()),
+    let family = match addr {
+        IpAddr::V4(_) => libc::NFPROTO_IPV4,
+        IpAddr::V6(_) => libc::NFPROTO_IPV6,
     };
-    let mut exprs = vec![Expr::Load { to: Reg::R1, data: bytes }];
+    let mut exprs = vec![Expr::Load { to: Reg::R1, data: octets(addr) }];
     exprs.extend(port.map(|port| Expr::Load { to: Reg::R2, data: port.to_be_bytes().to_vec() }));
     exprs.push(Expr::Dnat { family: family.unsigned_abs(), addr: Reg::R1, port: port.map(|_| Reg::R2) });
     exprs

@@ -15,6 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use cni::Cidr;
+use cni::cidr::octets;
 use cni::machine::Machine;
 
 use super::conditions;
@@ -315,7 +316,7 @@ fn read_state(
     claims: &[ClaimedPort],
     reads_all_if_missing: bool,
 ) -> Result<State> {
-    let address = shape::octets(container.address());
+    let address = octets(container.address());
     let mut state = State::new(Family::of(container.address()));
     find_missing(nft, &mut state, wanted.snat)?;
     let comment = Key::comment(&identity.comment);

@@ -4,6 +4,7 @@
 use std::net::IpAddr;
 
 use cni::Cidr;
+use cni::cidr::octets;
 
 use super::super::conflict::{ConflictAction, Fate, LivenessProbe};
 use super::super::{ClaimedPort, Forwarding, Holder};
@@ -150,7 +151,7 @@ impl NftPortMap {
     /// Reads the rules of one family that may conflict, because they contain a claimed port or the
     /// address of `container`. Does not look for missing shared chains and rules.
     pub(super) fn read_conflicting(&mut self, container: Cidr, claims: &[ClaimedPort]) -> Result<State> {
-        let (family, address) = (Family::of(container.address()), shape::octets(container.address()));
+        let (family, address) = (Family::of(container.address()), octets(container.address()));
         let table = shape::table(family);
         let mut state = State::new(family);
         for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {

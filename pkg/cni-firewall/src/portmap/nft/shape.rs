@@ -22,6 +22,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Verdict};
 use super::super::super::nft::{self, BaseChain, Hook, Key, Kind, Listed, Rule, Table};
 use super::super::{ClaimedPort, Protocol, Snat};
+use cni::cidr::from_octets;
 use cni_linux::route::Family;
 
 pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
@@ -130,7 +131,7 @@ pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
     let (mut host_ip, mut condition_count) = (None, protocol_at);
     if let Some((address_bytes, address_at)) = compared_before(exprs, protocol_at)
         && exprs.get(address_at) == expr::daddr(container.ip()).first()
-        && let Some(address) = ip_address(address_bytes)
+        && let Some(address) = from_octets(address_bytes)
     {
         (host_ip, condition_count) = (Some(address), address_at);
     }
@@ -163,14 +164,6 @@ pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
     false
 }
 
-/// Returns an address as the kernel's rules contain it.
-pub(super) fn octets(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(address) => address.octets().to_vec(),
-        IpAddr::V6(address) => address.octets().to_vec(),
-    }
-}
-
 /// Returns the destination of the DNAT at position `dnat_at`: the address and port that earlier
 /// expressions load into its registers. `None` if it has no port, or if a register is not loaded.
 fn dnat_destination(exprs: &[Expr], dnat_at: usize) -> Option<SocketAddr> {
@@ -182,16 +175,7 @@ fn dnat_destination(exprs: &[Expr], dnat_at: usize) -> Option<SocketAddr> {
         })
     };
     let port = u16::from_be_bytes(last_load(*port)?.try_into().ok()?);
-    Some(SocketAddr::new(ip_address(last_load(*addr)?)?, port))
-}
-
-/// Reads an address of 4 or 16 bytes.
-fn ip_address(bytes: &[u8]) -> Option<IpAddr> {
-    match bytes.len() {
-        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
-        16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
-        _ => None,
-    }
+    Some(SocketAddr::new(from_octets(last_load(*addr)?)?, port))
 }
 
 /// Reads the test for equality right before position `end`, a load and a comparison: returns the
@@ -216,7 +200,7 @@ pub(super) fn container(rule: &Rule) -> Option<IpAddr> {
             Expr::Payload { base: Base::NETWORK, offset: 16 | 24, .. },
             Expr::Cmp { op: CmpOp::EQ, data, .. },
             Expr::Masquerade,
-        ] => ip_address(data),
+        ] => from_octets(data),
         _ => None,
     }
 }
