@@ -67,7 +67,8 @@ pub use bridge::{BridgeSettings, BridgeSpec, PortFlags, probe_vlan_filtering};
 pub use error::{Error, Result, TakenName};
 pub use ethtool::{Ethtool, Feature, Features};
 pub use link::{
-    BridgeInfo, IpvlanMode, Link, LinkFlag, LinkKind, MacvlanMode, OperState, Port, PortState, Stacked, StackedSpec,
+    BridgeInfo, Ipv4Sysctls, IpvlanMode, Link, LinkFlag, LinkKind, MacvlanMode, OperState, Port, PortState, Stacked,
+    StackedSpec,
 };
 pub use mac::Mac;
 pub use machine::LinuxMachine;

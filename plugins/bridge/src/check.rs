@@ -189,7 +189,7 @@ fn check_gateway(host: &Netlink, conf: &Conf, bridge: &Link, own_ips: &[IpConfig
         if !existing.iter().any(|address| reaches_container(address.cidr)) {
             return Err(failed(format!("{} does not have the gateway's address {gateway}", link.name)));
         }
-        check_forwarding(&link.name, Family::of(ip.address.address()))?;
+        check_forwarding(&link, Family::of(ip.address.address()))?;
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ use cni_firewall::portmap::{Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
 use cni_firewall::{AttachmentFilter, Backend, nft_usable};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
-use cni_linux::{Netlink, sysctl};
+use cni_linux::{Link, Netlink, sysctl};
 
 use crate::conf::Conf;
 
@@ -42,20 +42,20 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollbac
         return Ok(());
     }
     // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
-    let localnet_sysctl = localnet_key(&forwarding).unwrap_or_else(|error| {
+    let localnet_link = find_localnet_link(&forwarding).unwrap_or_else(|error| {
         note_no_localnet(call, &error);
         None
     });
     // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
     write_in_working_backend(call, conf, &forwarding, rollback)?;
-    if let Some(key) = localnet_sysctl {
+    if let Some(link) = localnet_link.filter(|link| !routes_localnet(link)) {
         // The rollback does not reset the sysctl: other attachments may share the interface, for
         // example a bridge.
-        match sysctl::ensure(&key, "1") {
+        match sysctl::write(&localnet_key(&link), "1") {
             // The interface was deleted meanwhile, or has no IPv4.
             Err(error) if error.is_not_found() => note_no_localnet(call, &error.into()),
             Err(error) => return Err(Error::from(error).context("unable to enable route_localnet")),
-            Ok(_) => {}
+            Ok(()) => {}
         }
     }
     // A failure is only a note: the ports are mapped, and only packets of already tracked
@@ -267,14 +267,14 @@ pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
     call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
 }
 
-/// Returns the `route_localnet` sysctl of the interface to the container. The sysctl must be 1 to
-/// map 127.0.0.1: otherwise the kernel does not send packets with a loopback address through the
-/// interface. `None` if no IPv4 port is mapped, the configuration excludes 127.0.0.1 with
-/// `"snat": false`, or the interface was deleted meanwhile.
+/// Returns the interface to the container. Its sysctl `route_localnet` must be 1 to map 127.0.0.1:
+/// otherwise the kernel does not send packets with a loopback address through it. `None` if no
+/// IPv4 port is mapped, the configuration excludes 127.0.0.1 with `"snat": false`, or the interface
+/// was deleted meanwhile.
 ///
 /// # Errors
 /// The kernel's error, for example if the host has no route to the container.
-pub(crate) fn localnet_key(forwarding: &Forwarding) -> Result<Option<String>> {
+pub(crate) fn find_localnet_link(forwarding: &Forwarding) -> Result<Option<Link>> {
     if forwarding.snat == Snat::No {
         return Ok(None);
     }
@@ -283,8 +283,17 @@ pub(crate) fn localnet_key(forwarding: &Forwarding) -> Result<Option<String>> {
     };
     let netlink = Netlink::open()?;
     let index = netlink.outgoing_interface(container.address())?;
-    let link = netlink.find_link_by_index(index)?;
-    Ok(link.map(|link| format!("net/ipv4/conf/{}/route_localnet", link.name)))
+    Ok(netlink.find_link_by_index(index)?)
+}
+
+/// Whether the link's sysctl `route_localnet` is on.
+pub(crate) fn routes_localnet(link: &Link) -> bool {
+    link.ipv4.is_some_and(|ipv4| ipv4.route_localnet)
+}
+
+/// Returns the name of the link's sysctl `route_localnet`.
+pub(crate) fn localnet_key(link: &Link) -> String {
+    format!("net/ipv4/conf/{}/route_localnet", link.name)
 }
 
 /// Converts an error of iptables. If a program of iptables is missing and the error is not the

@@ -32,8 +32,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         return Ok(());
     }
     check_rules(call, conf, &forwarding)?;
-    let key = match add::localnet_key(&forwarding) {
-        Ok(Some(key)) => key,
+    let link = match add::find_localnet_link(&forwarding) {
+        Ok(Some(link)) => link,
         Ok(None) => return Ok(()),
         // As in ADD: without a route to the container, no interface's sysctl can be checked.
         Err(error) => {
@@ -41,14 +41,17 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
             return Ok(());
         }
     };
-    match sysctl::read(&key) {
+    if add::routes_localnet(&link) {
+        return Ok(());
+    }
+    // The kernel combines both by OR. kube-proxy sets the one for all interfaces.
+    match sysctl::read(LOCALNET_OF_ALL) {
         Ok(value) if value == "1" => Ok(()),
-        // The kernel combines both by OR. kube-proxy sets the one for all interfaces.
-        Ok(_) if sysctl::read(LOCALNET_OF_ALL)? == "1" => Ok(()),
         Ok(_) => {
+            let key = add::localnet_key(&link);
             Err(Error::new(Code::CHECK_FAILED, format!("sysctl {key} is off, so 127.0.0.1 is not mapped: set it to 1")))
         }
-        // The interface was deleted meanwhile, or has no IPv4.
+        // As in ADD, which cannot set what /proc/sys does not have.
         Err(error) if error.is_not_found() => {
             add::note_no_localnet(call, &error.into());
             Ok(())

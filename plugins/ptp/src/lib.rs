@@ -208,7 +208,7 @@ fn check_host_end(host: &Netlink, host_end: &Link, ips: &[IpConfig]) -> Result<(
         if !same_destination.iter().any(|existing| existing.oif == host_end.index) {
             return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
         }
-        check_forwarding(name, Family::of(ip.address.address()))?;
+        check_forwarding(host_end, Family::of(ip.address.address()))?;
     }
     Ok(())
 }

@@ -4,8 +4,8 @@ use netlink_packet_route::link::{BridgePortState, LinkFlags, LinkLayerType, Stat
 
 use super::{
     BridgeInfo, IFLA_BR_GROUP_FWD_MASK, IFLA_BR_MCAST_SNOOPING, IFLA_BR_STP_STATE, IFLA_BR_VLAN_FILTERING,
-    IFLA_BRPORT_ISOLATED, IFLA_BRPORT_MODE, IFLA_BRPORT_NEIGH_SUPPRESS, IFLA_VRF_TABLE, Link, LinkKind, OperState,
-    Port, PortState, Stacked, parts,
+    IFLA_BRPORT_ISOLATED, IFLA_BRPORT_MODE, IFLA_BRPORT_NEIGH_SUPPRESS, IFLA_VRF_TABLE, Ipv4Sysctls, Link, LinkKind,
+    OperState, Port, PortState, Stacked, parts,
 };
 use crate::bond::BondMode;
 use crate::mac::Mac;
@@ -49,6 +49,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
         port: None,
         permanent_mac: None,
         parent: None,
+        ipv4: None,
         bridge: None,
         vrf_table: None,
         bond_mode: None,
@@ -72,6 +73,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
             libc::IFLA_LINK => link.peer_index = Some(native_u32(value)?),
             libc::IFLA_LINK_NETNSID => link.peer_netnsid = Some(native_u32(value)?.cast_signed()),
             libc::IFLA_LINKINFO => decode_info(&mut link, value),
+            libc::IFLA_AF_SPEC => link.ipv4 = decode_ipv4(value),
             _ => {}
         }
     }
@@ -98,6 +100,18 @@ fn oper_state(state: State) -> OperState {
 /// Decodes a native-endian number; `None` if there are fewer than 4 bytes.
 pub(super) fn native_u32(value: &[u8]) -> Option<u32> {
     value.first_chunk().copied().map(u32::from_ne_bytes)
+}
+
+/// Decodes the IPv4 part of IFLA_AF_SPEC: the values of all sysctls, in the order of the kernel's
+/// numbers, which begin with 1.
+fn decode_ipv4(families: &[u8]) -> Option<Ipv4Sysctls> {
+    const AF_INET: u16 = libc::AF_INET.unsigned_abs() as u16;
+    const IFLA_INET_CONF: u16 = 1;
+    const IPV4_DEVCONF_FORWARDING: usize = 1;
+    const IPV4_DEVCONF_ROUTE_LOCALNET: usize = 26;
+    let (values, _) = attribute(attribute(families, AF_INET)?, IFLA_INET_CONF)?.as_chunks::<4>();
+    let is_on = |number: usize| values.get(number - 1).is_some_and(|value| u32::from_ne_bytes(*value) != 0);
+    Some(Ipv4Sysctls { forwarding: is_on(IPV4_DEVCONF_FORWARDING), route_localnet: is_on(IPV4_DEVCONF_ROUTE_LOCALNET) })
 }
 
 /// Decodes IFLA_LINKINFO: the link's kind, and its attributes as a bridge, VRF, stacked link or
@@ -186,7 +200,9 @@ fn is_on(value: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::netlink::Kind;
+    use crate::netlink::{Kind, Netlink};
+    use crate::sysctl;
+    use crate::testing::in_new_netns;
 
     fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
         let mut bytes = u16::try_from(4 + value.len()).unwrap().to_ne_bytes().to_vec();
@@ -194,6 +210,20 @@ mod tests {
         bytes.extend(value);
         bytes.resize(bytes.len().next_multiple_of(4), 0);
         bytes
+    }
+
+    #[test]
+    fn the_ipv4_sysctls_of_a_link_are_in_its_message() {
+        in_new_netns(|| {
+            let netlink = Netlink::open().unwrap();
+            for (forwarding, route_localnet) in [(false, false), (true, false), (false, true), (true, true)] {
+                for (name, is_on) in [("forwarding", forwarding), ("route_localnet", route_localnet)] {
+                    sysctl::write(&format!("net/ipv4/conf/lo/{name}"), if is_on { "1" } else { "0" }).unwrap();
+                }
+                let lo = netlink.find_link("lo").unwrap().unwrap();
+                assert_eq!(lo.ipv4, Some(Ipv4Sysctls { forwarding, route_localnet }));
+            }
+        });
     }
 
     /// Decodes a message made here, because a kernel without VLAN filtering never sends one.

@@ -99,6 +99,8 @@ pub struct Link {
     /// The hardware device below the interface as `BUS/NAME`, such as `pci/0000:00:1f.6`, if there
     /// is one.
     pub parent: Option<String>,
+    /// The IPv4 sysctls of the link; `None` without IPv4, as on a link whose MTU is too small.
+    pub ipv4: Option<Ipv4Sysctls>,
     /// The settings of a bridge, if it is one.
     pub bridge: Option<BridgeInfo>,
     /// The routing table of a VRF, if it is one.
@@ -107,6 +109,18 @@ pub struct Link {
     pub bond_mode: Option<BondMode>,
     /// The mode or VLAN ID, if it is a macvlan, ipvlan or vlan.
     pub stacked: Option<Stacked>,
+}
+
+/// Sysctls of a link below `net/ipv4/conf`.
+///
+/// They are in the kernel's message about the link. Opening their files takes longer the more
+/// network namespaces the machine has: their folders of the same name are in one list.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ipv4Sysctls {
+    /// `forwarding`: whether the host forwards packets that arrive on the link.
+    pub forwarding: bool,
+    /// `route_localnet`: whether packets with a loopback address may pass the link.
+    pub route_localnet: bool,
 }
 
 /// The kind of an interface, by its driver.

@@ -155,7 +155,7 @@ pub fn failed(msg: impl Into<String>) -> Error {
 ///
 /// # Errors
 /// Code 101 if the host does not.
-pub fn check_forwarding(link: &str, family: Family) -> Result<()> {
+pub fn check_forwarding(link: &Link, family: Family) -> Result<()> {
     match disabled_forwarding(link, family)? {
         None => Ok(()),
         Some(sysctl) => Err(failed(format!("sysctl {sysctl} is off: the host does not forward"))),
@@ -167,18 +167,19 @@ pub fn check_forwarding(link: &str, family: Family) -> Result<()> {
 ///
 /// # Errors
 /// A sysctl cannot be read, for example because the kernel has no IPv6.
-pub fn disabled_forwarding(link: &str, family: Family) -> Result<Option<String>> {
-    let for_all_links = forwarding_sysctl(family);
-    let key = match family {
-        // The kernel decides by the link, and `ip_forward` only writes the value of all links.
-        // systemd-networkd can set single links while `ip_forward` is 0.
-        Family::V4 => format!("net/ipv4/conf/{link}/forwarding"),
-        Family::V6 => for_all_links.to_owned(),
-    };
-    if sysctl::read(&key)? == "1" {
+pub fn disabled_forwarding(link: &Link, family: Family) -> Result<Option<String>> {
+    // The kernel decides by the link, and `ip_forward` only writes the value of all links.
+    // systemd-networkd can set single links while `ip_forward` is 0.
+    if family == Family::V4 && link.ipv4.is_some_and(|ipv4| ipv4.forwarding) {
         return Ok(None);
     }
-    Ok(Some(if sysctl::read(for_all_links)? == "1" { key } else { for_all_links.to_owned() }))
+    let for_all_links = forwarding_sysctl(family);
+    let is_on = sysctl::read(for_all_links)? == "1";
+    Ok(match family {
+        Family::V6 if is_on => None,
+        Family::V4 if is_on => Some(format!("net/ipv4/conf/{}/forwarding", link.name)),
+        Family::V4 | Family::V6 => Some(for_all_links.to_owned()),
+    })
 }
 
 /// Returns the position of CNI_IFNAME in `prev.interfaces`.

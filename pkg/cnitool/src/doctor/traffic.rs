@@ -33,7 +33,7 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
             continue;
         }
         // A sysctl that cannot be read needs no fix: for example, IPv6 is disabled.
-        sysctls.extend(gateways.iter().filter_map(|link| disabled_forwarding(&link.name, family).ok().flatten()));
+        sysctls.extend(gateways.iter().filter_map(|link| disabled_forwarding(link, family).ok().flatten()));
     }
     sysctls.dedup();
     for name in sysctls.iter().map(|name| dotted(name)) {
