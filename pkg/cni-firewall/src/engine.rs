@@ -12,7 +12,7 @@ use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
 use crate::iptables::{Chains, Cleaned, Edit, Folders, Iptables, Reading, Table};
-use crate::nft::{Batch, Nft};
+use crate::nft::{Batch, Nft, raced};
 use crate::owner::AttachmentFilter;
 use crate::retry;
 
@@ -31,6 +31,68 @@ pub(crate) fn change(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -
         nft.commit(batch)?;
         Ok(has_changes)
     })
+}
+
+/// The maximum number of tries of a change that fails with [`is_conflict`].
+const CONFLICTS_MAX: usize = 32;
+
+/// Whether a change may have failed because another process has created or deleted an object that
+/// the change names, or has appended rules that the index of a chain lacks.
+fn is_conflict(error: &Error) -> bool {
+    error.is_not_found() || error.is_exists() || raced(error)
+}
+
+/// Does [`change`] for a plan that names all objects on which it depends: it deletes by handle, and
+/// creates with [`Batch::create_chain`]. So other changes of the ruleset do not make it fail.
+///
+/// If an object that is to be removed is in use, removes each object in a transaction of its own,
+/// and makes the rest of the plan if all could be removed. Before Linux 5.0 that is always so for a
+/// chain and the jump to it. Otherwise a rule of another program jumps to the chain.
+///
+/// # Errors
+/// As [`change`]; the first object that is still in use.
+pub(crate) fn change_by_handle(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<()> {
+    let mut planned = |nft: &mut Nft| {
+        let mut batch = Batch::new();
+        plan(nft, &mut batch)?;
+        Ok(batch)
+    };
+    retry_conflicts(nft, |nft| {
+        let batch = planned(nft)?;
+        match nft.commit(batch) {
+            Err(error) if error.errno() == Some(libc::EBUSY) => {}
+            result => return result,
+        }
+        let mut result = Ok(());
+        for removal in planned(nft)?.into_removals() {
+            match nft.commit(removal) {
+                Err(error) if !is_conflict(&error) && result.is_ok() => result = Err(error),
+                _ => {}
+            }
+        }
+        result?;
+        let batch = planned(nft)?;
+        nft.commit(batch)
+    })
+}
+
+/// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
+/// [`is_conflict`], calls it again, at most [`CONFLICTS_MAX`] times in all. An error that persists
+/// although no process has changed a rule since the last try has another cause, and is final.
+pub(crate) fn retry_conflicts<T>(nft: &mut Nft, mut change: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
+    let mut generation_after_last = None;
+    for _ in 1..CONFLICTS_MAX {
+        let error = match change(nft) {
+            Err(error) if is_conflict(&error) => error,
+            result => return result,
+        };
+        let generation = Some(nft.generation()?);
+        if generation == generation_after_last {
+            return Err(error);
+        }
+        generation_after_last = generation;
+    }
+    change(nft)
 }
 
 /// The rules of one feature in one network namespace: in nf_tables and in a table of iptables.

@@ -429,6 +429,12 @@ impl Batch {
         }
     }
 
+    /// Returns each removal of the batch as a batch of its own.
+    pub(crate) fn into_removals(self) -> impl Iterator<Item = Batch> {
+        let removals = self.changes.into_iter().filter(|change| change.flags & NLM_F_CREATE == 0);
+        removals.map(|change| Batch { changes: vec![change], ..Batch::default() })
+    }
+
     /// Encodes a comment and tags; `None` if there are none, or if they are too long. If they are
     /// too long, sets `fault` to an error that begins with `what`.
     fn userdata(&mut self, what: &str, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {

@@ -59,22 +59,6 @@ impl Id {
         ids_of(rule).any(|id| id == *self)
     }
 
-    /// Returns the owners of this ID's jumps among the rules of PREROUTING, one for each jump.
-    pub(super) fn owners(&self, rules: &[Listed]) -> impl Iterator<Item = SpoofOwner> {
-        let owned = rules.iter().map(|listed| &listed.rule).filter(|rule| self.owns(rule));
-        owned.map(|rule| SpoofOwner::of_jump(self.clone(), rule))
-    }
-
-    /// Returns the owner of this ID's first jump whose tag names a different attachment or network.
-    /// `rules` are the rules of PREROUTING. Jumps without a tag are skipped.
-    pub(super) fn find_other_owner(&self, rules: &[Listed], attachment: &AttachmentId) -> Option<SpoofOwner> {
-        self.owners(rules).find(|owner| match &owner.tag {
-            JumpTag::Alias(alias) => *alias != attachment.alias(),
-            JumpTag::NetworkHash(hash) => *hash != network_hash(&attachment.network),
-            JumpTag::Missing => false,
-        })
-    }
-
     /// Returns the key of the ID's jumps in the index of PREROUTING.
     pub(super) fn key(&self) -> Key {
         Key::comment(&self.comment())

@@ -29,9 +29,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::engine;
 use super::nft::expr::{ether_saddr, ether_saddr_of};
 use super::nft::userdata::{self, comment_len, tag_len};
-use super::nft::{BaseChain, Batch, Expr, Family, Hook, Kind, Listed, Nft, Rule, Search, Table, Verdict, raced};
+use super::nft::{BaseChain, Batch, Chain, Expr, Family, Hook, Kind, Listed, Nft, Rule, Search, Table, Verdict};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni_linux::error::{Cause, Error, Result};
@@ -90,29 +91,121 @@ fn accepted_mac(rules: &[Listed]) -> Option<Mac> {
     if have_exprs(rules, &mac_rules(mac)) { Some(mac) } else { None }
 }
 
-/// The maximum number of tries of a change that fails with [`is_conflict`].
-const TRIES_MAX: usize = 32;
-
-/// Whether a change may have failed because another process has created or deleted an object that
-/// the change names, or has appended rules that the index of PREROUTING lacks.
-fn is_conflict(error: &Error) -> bool {
-    error.is_not_found() || error.is_exists() || raced(error)
+/// The rules of one ID in the kernel, with duplicates and leftovers.
+struct IdRules {
+    id: Id,
+    /// The rules of PREROUTING that belong to the ID.
+    jumps: Vec<Listed>,
+    /// The ID's chains that exist.
+    chains: Vec<Chain>,
 }
 
-/// A jump or a chain of an attachment in the kernel.
-enum Object {
-    Jump { handle: u64 },
-    Chain { name: String, handle: u64 },
-}
+impl IdRules {
+    /// Reads the rules of an ID.
+    fn find(nft: &mut Nft, id: &Id) -> Result<IdRules> {
+        Ok(IdRules { id: id.clone(), jumps: find_jumps(nft, id)?, chains: find_chains(nft, id)? })
+    }
 
-impl Object {
-    /// Adds the object's removal to `batch`.
-    fn add_removal(&self, batch: &mut Batch) {
-        match self {
-            Object::Jump { handle } => batch.delete_rule(TABLE, PREROUTING, *handle),
-            Object::Chain { name, handle } => batch.delete_chain(TABLE, name, *handle),
+    /// Reads the rules of an ID, but not PREROUTING, which can be long, if the ID has no chains: a
+    /// jump exists only together with its target chain.
+    fn find_by_chains(nft: &mut Nft, id: &Id) -> Result<IdRules> {
+        let chains = find_chains(nft, id)?;
+        let jumps = if chains.is_empty() { Vec::new() } else { find_jumps(nft, id)? };
+        Ok(IdRules { id: id.clone(), jumps, chains })
+    }
+
+    /// Reads the rules of all IDs.
+    fn list(nft: &mut Nft) -> Result<Vec<IdRules>> {
+        let mut jumps: BTreeMap<Id, Vec<Listed>> = BTreeMap::new();
+        for listed in nft.rules(TABLE, PREROUTING)? {
+            for id in identity::ids_of(&listed.rule).collect::<BTreeSet<Id>>() {
+                jumps.entry(id).or_default().push(listed.clone());
+            }
+        }
+        let mut chains = BTreeMap::new();
+        for chain in nft.chains(TABLE)? {
+            let Some(name) = chain.name.strip_prefix(CHAIN_PREFIX) else { continue };
+            // A name that ends in "-mac" is that of the second chain of an ID, or of the first
+            // chain of an ID that itself ends in "-mac".
+            if !jumps.contains_key(&Id(name.to_owned())) {
+                jumps.entry(Id(name.strip_suffix(MAC_SUFFIX).unwrap_or(name).to_owned())).or_default();
+            }
+            chains.insert(chain.name.clone(), chain);
+        }
+        let chains_of =
+            |id: &Id| [id.chain(), id.mac_chain()].iter().filter_map(|name| chains.get(name).cloned()).collect();
+        Ok(jumps.into_iter().map(|(id, jumps)| IdRules { chains: chains_of(&id), id, jumps }).collect())
+    }
+
+    /// Adds the removal of these rules to `batch`.
+    fn delete_all<'a>(ids: impl IntoIterator<Item = &'a IdRules>, batch: &mut Batch) {
+        let (mut jumps, mut chains) = (BTreeSet::new(), BTreeMap::new());
+        for rules in ids {
+            jumps.extend(rules.jumps.iter().map(|listed| listed.handle));
+            // A chain jumps only to the one with its name and a suffix, which is removed later: the
+            // kernel refuses to remove the target of a jump.
+            chains.extend(rules.chains.iter().map(|chain| ((chain.name.len(), chain.handle), &chain.name)));
+        }
+        for handle in jumps {
+            batch.delete_rule(TABLE, PREROUTING, handle);
+        }
+        for ((_, handle), name) in chains {
+            batch.delete_chain(TABLE, name, handle);
         }
     }
+
+    /// Returns the owner of each jump.
+    fn owners(&self) -> impl Iterator<Item = SpoofOwner> {
+        self.jumps.iter().map(|listed| SpoofOwner::of_jump(self.id.clone(), &listed.rule))
+    }
+
+    /// Returns the owner: that of the first jump with a tag.
+    fn owner(&self) -> SpoofOwner {
+        let without_jump = || SpoofOwner { id: self.id.clone(), host_veth: None, tag: JumpTag::Missing };
+        let owner = self.owners().reduce(|known, next| if known.tag == JumpTag::Missing { next } else { known });
+        owner.unwrap_or_else(without_jump)
+    }
+
+    /// Returns the owner of the first jump whose tag names a different attachment or network. Jumps
+    /// without a tag are skipped.
+    fn find_other_owner(&self, attachment: &AttachmentId) -> Option<SpoofOwner> {
+        let network_hash = JumpTag::NetworkHash(network_hash(&attachment.network));
+        let compatible = [JumpTag::Missing, JumpTag::Alias(attachment.alias()), network_hash];
+        self.owners().find(|owner| !compatible.contains(&owner.tag))
+    }
+
+    /// Returns the first owner whose host interface exists and is not `except`. An interface whose
+    /// peer is gone counts as deleted: the kernel is deleting the pair.
+    fn find_owner_with_link(&self, except: Option<&str>) -> Result<Option<SpoofOwner>> {
+        for owner in self.owners() {
+            let Some(name) = owner.host_veth.as_deref().filter(|name| Some(*name) != except) else { continue };
+            let netlink = Netlink::open()?;
+            if let Some(link) = netlink.find_link(name)?
+                && !netlink.peer_is_gone(&link)?
+            {
+                return Ok(Some(owner));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Returns the rules of PREROUTING that belong to the ID.
+fn find_jumps(nft: &mut Nft, id: &Id) -> Result<Vec<Listed>> {
+    let Some(chain) = nft.find_chain(TABLE, PREROUTING)? else { return Ok(Vec::new()) };
+    let search = Search { keys_of: identity::keys, appended: &[], wanted: &[id.key()], reads_all_if_missing: true };
+    let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
+    rules.retain(|listed| id.owns(&listed.rule));
+    Ok(rules)
+}
+
+/// Returns the ID's chains that exist.
+fn find_chains(nft: &mut Nft, id: &Id) -> Result<Vec<Chain>> {
+    let mut chains = Vec::new();
+    for name in [id.chain(), id.mac_chain()] {
+        chains.extend(nft.find_chain(TABLE, &name)?);
+    }
+    Ok(chains)
 }
 
 impl SpoofCheck {
@@ -150,29 +243,15 @@ impl SpoofCheck {
     /// - The kernel refuses the change for another reason.
     pub fn ensure(&mut self, attachment: &AttachmentId, host_veth: &str, mac: Mac) -> Result<()> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
-        let (jump, ids) = (jump_rule(&id, attachment, host_veth)?, BTreeSet::from([id.clone()]));
-        self.retry(|spoof| {
-            // PREROUTING, which can be long, need not be read if the ID has no chains: a jump
-            // exists only together with its target chain.
-            let mut existing = Vec::new();
-            if !spoof.find_chains(&ids)?.is_empty() {
-                let rules = spoof.jumps(&id)?;
-                if let Some(owner) = find_owner_with_link(&id, &rules, Some(host_veth))? {
-                    let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
-                    return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
-                }
-                existing = spoof.find_objects(&ids, &rules)?;
+        let jump = jump_rule(&id, attachment, host_veth)?;
+        engine::change_by_handle(&mut self.nft, |nft, batch| {
+            let existing = IdRules::find_by_chains(nft, &id)?;
+            if let Some(owner) = existing.find_owner_with_link(Some(host_veth))? {
+                let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
+                return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
             }
-            match spoof.replace(&id, &jump, mac, &existing) {
-                // Before Linux 5.0, a chain cannot be removed in the same transaction as the jump
-                // to it. So the rules are removed first.
-                Err(error) if error.errno() == Some(libc::EBUSY) => {
-                    // The owner was checked above.
-                    spoof.purge_ids(&ids, |_| None)?;
-                    spoof.replace(&id, &jump, mac, &[])
-                }
-                result => result,
-            }
+            IdRules::delete_all([&existing], batch);
+            add_rules(nft, batch, &id, &jump, mac)
         })
     }
 
@@ -185,53 +264,7 @@ impl SpoofCheck {
         host_veth: &str,
     ) -> Result<Option<SpoofOwner>> {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
-        // A jump exists only together with its target chain.
-        if self.find_chains(&BTreeSet::from([id.clone()]))?.is_empty() {
-            return Ok(None);
-        }
-        find_owner_with_link(&id, &self.jumps(&id)?, Some(host_veth))
-    }
-
-    /// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
-    /// [`is_conflict`], calls it again, at most [`TRIES_MAX`] times in all. An error that persists
-    /// although no process has changed a rule since the last try has another cause, and is final.
-    fn retry<T>(&mut self, mut change: impl FnMut(&mut SpoofCheck) -> Result<T>) -> Result<T> {
-        let mut generation_after_last = None;
-        for _ in 1..TRIES_MAX {
-            let error = match change(self) {
-                Err(error) if is_conflict(&error) => error,
-                result => return result,
-            };
-            let generation = Some(self.nft.generation()?);
-            if generation == generation_after_last {
-                return Err(error);
-            }
-            generation_after_last = generation;
-        }
-        change(self)
-    }
-
-    /// Removes the `existing` objects and writes all rules of the ID, in one transaction.
-    fn replace(&mut self, id: &Id, jump: &Rule, mac: Mac, existing: &[Object]) -> Result<()> {
-        let commented = |exprs: Vec<Expr>| Rule::new(exprs).with_comment(id.comment());
-        let mut batch = Batch::new();
-        for object in existing {
-            object.add_removal(&mut batch);
-        }
-        match self.nft.find_chain(TABLE, PREROUTING)? {
-            Some(chain) if chain.base == Some(BASE) => self.nft.use_index(TABLE, &chain, identity::keys)?,
-            _ => add_shared_chain(&mut batch),
-        }
-        // `create` fails if the chain exists: of two processes that write the rules of one ID, the
-        // second fails here, is retried, and finds the rules of the first.
-        batch.create_chain(TABLE, &id.chain(), None);
-        batch.create_chain(TABLE, &id.mac_chain(), None);
-        batch.append_rule(TABLE, PREROUTING, jump);
-        batch.append_rule(TABLE, &id.chain(), &commented(id.jump_to_mac_chain()));
-        for exprs in mac_rules(mac) {
-            batch.append_rule(TABLE, &id.mac_chain(), &commented(exprs));
-        }
-        self.nft.commit(batch)
+        IdRules::find_by_chains(&mut self.nft, &id)?.find_owner_with_link(Some(host_veth))
     }
 
     /// Removes all rules of the attachment in one transaction, including Go's and those of an
@@ -243,13 +276,12 @@ impl SpoofCheck {
     /// Call this after the link is deleted: without the rules, the container's last frames would
     /// pass unchecked. Closing the connection waits for an RCU grace period, about 10 ms.
     pub fn purge(&mut self, attachment: &AttachmentId) -> Result<Option<SpoofOwner>> {
-        let id = Id::new(&attachment.container_id, &attachment.ifname);
-        self.purge_ids(&BTreeSet::from([id.clone()]), |rules| {
-            if let Some(other) = id.find_other_owner(rules, attachment) {
+        self.purge_unless(attachment, |rules| {
+            if let Some(other) = rules.find_other_owner(attachment) {
                 return Some(other);
             }
             // If the interfaces cannot be read, the rules are removed, as Go always does.
-            let owner_with_link = find_owner_with_link(&id, rules, None).unwrap_or(None);
+            let owner_with_link = rules.find_owner_with_link(None).unwrap_or(None);
             // Go's rules have no tag. The interface of this attachment is already deleted, so an
             // existing interface that Go's rules guard belongs to another attachment.
             owner_with_link.filter(|owner| owner.tag == JumpTag::Missing)
@@ -260,13 +292,31 @@ impl SpoofCheck {
     /// attachment's ID. If one of the jumps is for another attachment or interface, `ensure` did
     /// not write the rules, and all stay.
     pub fn undo(&mut self, attachment: &AttachmentId, host_veth: &str) -> Result<()> {
-        let id = Id::new(&attachment.container_id, &attachment.ifname);
         let guards_other_veth =
             |owner: &SpoofOwner| owner.host_veth.as_deref().is_some_and(|guarded| guarded != host_veth);
-        let find_other = |rules: &[Listed]| {
-            id.find_other_owner(rules, attachment).or_else(|| id.owners(rules).find(guards_other_veth))
-        };
-        self.purge_ids(&BTreeSet::from([id.clone()]), find_other).map(drop)
+        let find_other =
+            |rules: &IdRules| rules.find_other_owner(attachment).or_else(|| rules.owners().find(guards_other_veth));
+        self.purge_unless(attachment, find_other).map(drop)
+    }
+
+    /// Removes all rules with the attachment's ID and returns `Ok(None)`. If `find_other` returns
+    /// another owner, removes nothing and returns that owner.
+    fn purge_unless(
+        &mut self,
+        attachment: &AttachmentId,
+        find_other: impl Fn(&IdRules) -> Option<SpoofOwner>,
+    ) -> Result<Option<SpoofOwner>> {
+        let id = Id::new(&attachment.container_id, &attachment.ifname);
+        let mut other = None;
+        engine::change_by_handle(&mut self.nft, |nft, batch| {
+            let rules = IdRules::find(nft, &id)?;
+            other = find_other(&rules);
+            if other.is_none() {
+                IdRules::delete_all([&rules], batch);
+            }
+            Ok(())
+        })?;
+        Ok(other)
     }
 
     /// Removes the rules of the network's attachments that are not in `valid`. Rules of the Go
@@ -276,66 +326,17 @@ impl SpoofCheck {
     /// The rules or the interfaces cannot be read, or a rule cannot be removed. The others are
     /// still removed.
     pub fn gc(&mut self, network: &str, valid: &ValidAttachments) -> Result<()> {
-        let owners = self.list()?;
-        if owners.is_empty() {
-            return Ok(());
-        }
-        let links: BTreeSet<String> = Netlink::open()?.list_links()?.into_iter().map(|link| link.name).collect();
         let valid: BTreeSet<Id> = valid.iter().map(|(container_id, ifname)| Id::new(container_id, ifname)).collect();
-        let garbage = owners.into_iter().filter(|owner| owner.is_garbage(network, &valid, &links));
-        self.purge_ids(&garbage.map(|owner| owner.id).collect(), |_| None).map(drop)
-    }
-
-    /// Removes all rules of the IDs, after reading the rules once, and returns `Ok(None)`. If
-    /// `find_other`, given the rules of PREROUTING, returns another owner, removes nothing and
-    /// returns that owner.
-    fn purge_ids(
-        &mut self,
-        ids: &BTreeSet<Id>,
-        find_other: impl Fn(&[Listed]) -> Option<SpoofOwner>,
-    ) -> Result<Option<SpoofOwner>> {
-        self.retry(|spoof| {
-            let mut remaining = ids.iter();
-            let rules = match (remaining.next(), remaining.next()) {
-                (Some(id), None) => spoof.jumps(id)?,
-                _ => spoof.nft.rules(TABLE, PREROUTING)?,
-            };
-            if let Some(owner) = find_other(&rules) {
-                return Ok(Some(owner));
+        engine::change_by_handle(&mut self.nft, |nft, batch| {
+            let ids = IdRules::list(nft)?;
+            if ids.is_empty() {
+                return Ok(());
             }
-            let objects = spoof.find_objects(ids, &rules)?;
-            spoof.remove(&objects)?;
-            Ok(None)
+            let links: BTreeSet<String> = Netlink::open()?.list_links()?.into_iter().map(|link| link.name).collect();
+            let is_garbage = |rules: &&IdRules| rules.owner().is_garbage(network, &valid, &links);
+            IdRules::delete_all(ids.iter().filter(is_garbage), batch);
+            Ok(())
         })
-    }
-
-    /// Removes the objects, in one transaction if possible.
-    fn remove(&mut self, objects: &[Object]) -> Result<()> {
-        let mut batch = Batch::new();
-        for object in objects {
-            object.add_removal(&mut batch);
-        }
-        match self.nft.commit(batch) {
-            // Linux is older than 5.0 (see `ensure`), or a rule of another program jumps to one of
-            // the chains. That chain stays, but the other objects can be removed.
-            Err(error) if error.errno() == Some(libc::EBUSY) => self.purge_one_by_one(objects),
-            result => result,
-        }
-    }
-
-    /// Removes each object in a transaction of its own, and returns the first error. An object that
-    /// another process has removed meanwhile is not an error.
-    fn purge_one_by_one(&mut self, objects: &[Object]) -> Result<()> {
-        let mut result = Ok(());
-        for object in objects {
-            let mut batch = Batch::new();
-            object.add_removal(&mut batch);
-            match self.nft.commit(batch) {
-                Err(error) if !is_conflict(&error) && result.is_ok() => result = Err(error),
-                _ => {}
-            }
-        }
-        result
     }
 
     /// Returns a sentence for each chain or rule that is missing or differs from what
@@ -350,7 +351,7 @@ impl SpoofCheck {
                 "nft chain {TABLE} {PREROUTING} is missing, or is not of type filter, hook prerouting, priority -300"
             ));
         }
-        if !self.jumps(&id)?.iter().any(|listed| listed.rule.exprs == jump) {
+        if !find_jumps(&mut self.nft, &id)?.iter().any(|listed| listed.rule.exprs == jump) {
             let chain = id.chain();
             differences.push(format!(
                 "nft chain {TABLE} {PREROUTING} has no rule that sends frames from {host_veth} to {chain}"
@@ -371,88 +372,30 @@ impl SpoofCheck {
         Ok(differences)
     }
 
-    /// Returns the owner of each ID that has spoof rules, including Go's and incomplete ones.
-    fn list(&mut self) -> Result<Vec<SpoofOwner>> {
-        let (rules, chains) = (self.nft.rules(TABLE, PREROUTING)?, self.nft.chains(TABLE)?);
-        let mut owners: BTreeMap<Id, SpoofOwner> = BTreeMap::new();
-        for Listed { rule, .. } in &rules {
-            let Some(id) = identity::id_in_comment(rule) else { continue };
-            // If an ID has several jumps, the first one with a tag names its owner.
-            if owners.get(&id).is_none_or(|known| known.tag == JumpTag::Missing) {
-                owners.insert(id.clone(), SpoofOwner::of_jump(id, rule));
-            }
-        }
-        // Chains without a jump.
-        for chain in chains {
-            let Some(name) = chain.name.strip_prefix(CHAIN_PREFIX) else { continue };
-            let id = Id(name.strip_suffix(MAC_SUFFIX).unwrap_or(name).to_owned());
-            // A name that ends in "-mac" is that of the second chain of an ID, or of the first
-            // chain of an ID that itself ends in "-mac".
-            if !owners.contains_key(&Id(name.to_owned())) && !owners.contains_key(&id) {
-                owners.insert(id.clone(), SpoofOwner { id, host_veth: None, tag: JumpTag::Missing });
-            }
-        }
-        Ok(owners.into_values().collect())
-    }
-
     /// Whether PREROUTING, the chain that all attachments share, exists with the hook that the
     /// rules need.
     fn has_shared_chain(&mut self) -> Result<bool> {
         self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
-
-    /// Returns the rules of PREROUTING that name the ID; other rules can be among them.
-    fn jumps(&mut self, id: &Id) -> Result<Vec<Listed>> {
-        let Some(chain) = self.nft.find_chain(TABLE, PREROUTING)? else { return Ok(Vec::new()) };
-        let search = Search { keys_of: identity::keys, appended: &[], wanted: &[id.key()], reads_all_if_missing: true };
-        self.nft.rules_with_keys(TABLE, &chain, search)
-    }
-
-    /// Returns the jumps and chains of the IDs in the order of their removal: a chain follows the
-    /// jumps to it, because the kernel refuses to remove the target of a jump. `rules` are the
-    /// rules of PREROUTING.
-    fn find_objects(&mut self, ids: &BTreeSet<Id>, rules: &[Listed]) -> Result<Vec<Object>> {
-        let jumps = rules.iter().filter(|listed| identity::ids_of(&listed.rule).any(|id| ids.contains(&id)));
-        let mut objects: Vec<Object> = jumps.map(|listed| Object::Jump { handle: listed.handle }).collect();
-        objects.append(&mut self.find_chains(ids)?);
-        Ok(objects)
-    }
-
-    /// Returns those of the IDs' chains that exist, two for each ID.
-    fn find_chains(&mut self, ids: &BTreeSet<Id>) -> Result<Vec<Object>> {
-        let names: BTreeSet<String> = ids.iter().flat_map(|id| [id.chain(), id.mac_chain()]).collect();
-        let mut chains = Vec::new();
-        if ids.len() > 1 {
-            chains = self.nft.chains(TABLE)?;
-            chains.retain(|chain| names.contains(&chain.name));
-        } else {
-            for name in &names {
-                chains.extend(self.nft.find_chain(TABLE, name)?);
-            }
-        }
-        // A chain jumps only to the one with its name and a suffix, which must be removed later.
-        chains.sort_by_key(|chain| chain.name.len());
-        Ok(chains.into_iter().map(|chain| Object::Chain { name: chain.name, handle: chain.handle }).collect())
-    }
 }
 
-/// Returns the first owner of the ID whose host interface exists and is not `except`. `rules` are
-/// the rules of PREROUTING. An interface whose peer is gone counts as deleted: the kernel is
-/// deleting the pair.
-fn find_owner_with_link(id: &Id, rules: &[Listed], except: Option<&str>) -> Result<Option<SpoofOwner>> {
-    for owner in id.owners(rules) {
-        let Some(name) = owner.host_veth.as_deref() else { continue };
-        if Some(name) == except {
-            continue;
-        }
-        let netlink = Netlink::open()?;
-        if let Some(link) = netlink.find_link(name)?
-            && !netlink.peer_is_gone(&link)?
-        {
-            return Ok(Some(owner));
-        }
+/// Adds to `batch` all rules of the ID and, if necessary, the chain that all attachments share.
+fn add_rules(nft: &mut Nft, batch: &mut Batch, id: &Id, jump: &Rule, mac: Mac) -> Result<()> {
+    let commented = |exprs: Vec<Expr>| Rule::new(exprs).with_comment(id.comment());
+    match nft.find_chain(TABLE, PREROUTING)? {
+        Some(chain) if chain.base == Some(BASE) => nft.use_index(TABLE, &chain, identity::keys)?,
+        _ => add_shared_chain(batch),
     }
-    Ok(None)
+    // `create` fails if the chain exists: of two processes that write the rules of one ID, the
+    // second fails here, plans again, and finds the rules of the first.
+    batch.create_chain(TABLE, &id.chain(), None);
+    batch.create_chain(TABLE, &id.mac_chain(), None);
+    batch.append_rule(TABLE, PREROUTING, jump);
+    batch.append_rule(TABLE, &id.chain(), &commented(id.jump_to_mac_chain()));
+    for exprs in mac_rules(mac) {
+        batch.append_rule(TABLE, &id.mac_chain(), &commented(exprs));
+    }
+    Ok(())
 }
 
 /// Adds to `batch` the creation of the table and of PREROUTING, unless they exist.

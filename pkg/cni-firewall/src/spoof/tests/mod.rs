@@ -33,6 +33,11 @@ fn purge(container: &str) {
     assert_eq!(SpoofCheck::open().unwrap().purge(&attachment(container)).unwrap(), None);
 }
 
+/// Returns the owner of each ID that has rules.
+fn list(spoof: &mut SpoofCheck) -> Vec<SpoofOwner> {
+    IdRules::list(&mut spoof.nft).unwrap().iter().map(IdRules::owner).collect()
+}
+
 fn differences(container: &str) -> Vec<String> {
     SpoofCheck::open().unwrap().check(container, "eth0", "veth0", MAC).unwrap()
 }
@@ -73,7 +78,7 @@ fn go_removes_what_we_made() {
 /// Deletes the interfaces that the spoof rules guard.
 fn delete_guarded() {
     let host = Netlink::open().unwrap();
-    for owner in SpoofCheck::open().unwrap().list().unwrap() {
+    for owner in list(&mut SpoofCheck::open().unwrap()) {
         if let Some(link) = host.find_link(&owner.host_veth.unwrap()).unwrap() {
             host.purge_link(link.index).unwrap();
         }
@@ -148,7 +153,7 @@ fn every_verb_is_one_transaction_or_none() {
         assert_eq!(transactions(&purge), 1);
         assert_eq!(transactions(&purge), 0, "again");
         assert_eq!(transactions(&ensure), 1, "on a host that had some");
-        assert_eq!(transactions(&|spoof| drop(spoof.list().unwrap())), 0);
+        assert_eq!(transactions(&|spoof| drop(list(spoof))), 0);
     });
 }
 
@@ -299,7 +304,7 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
             assert_eq!(differences(&container), Vec::<String>::new());
             let listed = shell("nft -j list ruleset").contains(&Id::new(&container, "eth0").comment());
             assert!(listed, "nft can list what it could not write");
-            let owners = spoof.list().unwrap();
+            let owners = list(&mut spoof);
             assert_eq!(owners.len(), 1, "{owners:?}");
             assert_eq!(owners[0].id, Id::new(&container, "eth0"));
             assert_ne!(owners[0].id, Id::new(&format!("{container}c"), "eth0"));
@@ -320,7 +325,7 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
 fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
     on_a_host(|| {
         let mut spoof = SpoofCheck::open().unwrap();
-        assert_eq!(spoof.list().unwrap(), []);
+        assert_eq!(list(&mut spoof), []);
         ensure("ours");
         nft("add chain bridge nat cni-br-iface-go-eth0\n\
              add chain bridge nat cni-br-iface-go-eth0-mac\n\
@@ -329,7 +334,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
              add chain bridge nat cni-br-iface-half-eth0-mac\n\
              add chain bridge nat foreign\n\
              add rule bridge nat PREROUTING iifname \"veth9\" accept comment \"foreign\"");
-        let owners = spoof.list().unwrap();
+        let owners = list(&mut spoof);
         let seen: Vec<_> =
             owners.iter().map(|o| (o.id.0.as_str(), o.host_veth.as_deref(), o.belongs_to("net"))).collect();
         assert_eq!(
@@ -346,8 +351,12 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
         assert_eq!(garbage("net", &[("ours", "eth1")], ""), ["go-eth0", "ours-eth0"]);
         assert_eq!(garbage("other", &[], ""), ["go-eth0"], "another network's stays, dead or not");
         assert_eq!(garbage("other", &[("go", "eth0")], ""), [""; 0]);
-        spoof.purge_ids(&owners.iter().map(|owner| owner.id.clone()).collect(), |_| None).unwrap();
-        assert_eq!(spoof.list().unwrap(), []);
+        engine::change_by_handle(&mut spoof.nft, |nft, batch| {
+            IdRules::delete_all(&IdRules::list(nft)?, batch);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(list(&mut spoof), []);
         assert!(ruleset().contains("chain foreign") && ruleset().contains("comment \"foreign\""));
     });
 }

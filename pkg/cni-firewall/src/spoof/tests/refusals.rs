@@ -56,7 +56,7 @@ fn a_conflict_without_a_change_of_rules_is_tried_twice() {
         for errno in [libc::EEXIST, libc::ENOENT] {
             let conflict = || Error::new("failed", cni_linux::error::Cause::kernel(errno, None));
             let mut tries = 0;
-            let error = spoof.retry(|_| {
+            let error = engine::retry_conflicts(&mut spoof.nft, |_| {
                 tries += 1;
                 Err::<(), _>(conflict())
             });
@@ -64,7 +64,7 @@ fn a_conflict_without_a_change_of_rules_is_tried_twice() {
         }
         // While other processes change rules, the change is tried again.
         let mut tries = 0;
-        let outcome = spoof.retry(|_| {
+        let outcome = engine::retry_conflicts(&mut spoof.nft, |_| {
             tries += 1;
             if tries == 10 {
                 return Ok(());
