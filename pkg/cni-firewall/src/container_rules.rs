@@ -12,6 +12,7 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::forward;
+use super::forward::records::{Record, RecordChain};
 use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{self, Listed, Nft, Table};
@@ -196,28 +197,27 @@ fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<Contai
 fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     list_nft_masquerade(nft, rules)?;
     list_nft_portmap(nft, rules)?;
-    let records = forward::nftables::list_records(nft)?;
-    for owners in &records.owners {
-        for record in owners.records(nft)? {
-            let place = format!("nft {}", owners.table());
-            rules.extend(forward_entry(place, &record.owned));
+    for chain in forward::nftables::list_record_chains(nft)? {
+        if chain.name == forward::egress::OWNERS {
+            list_egress(nft, &chain, rules)?;
+            continue;
+        }
+        for record in chain.records(nft)? {
+            rules.extend(forward_entry(format!("nft {}", chain.table()), &record.owned));
         }
     }
-    if records.has_egress {
-        list_egress(nft, rules)?;
-    }
     // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.
-    for owned in forward::sources::list(nft)? {
-        rules.extend(forward_entry("firewalld".to_owned(), &owned));
+    for record in forward::sources::find_records(nft)?.records(nft)? {
+        rules.extend(forward_entry("firewalld".to_owned(), &record.owned));
     }
     list_spoof(nft, rules)
 }
 
 /// Adds to `rules` an entry for each container address whose connections are checked by the egress
 /// rules of its network.
-fn list_egress(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
+fn list_egress(nft: &mut Nft, records: &RecordChain, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let mut dropped_by_chain = BTreeMap::new();
-    for owned in forward::egress::list(nft)? {
+    for Record { owned, .. } in records.records(nft)? {
         let chain = forward::egress::network_chain(&owned.owner);
         let dropped = match dropped_by_chain.get(&chain) {
             Some(dropped) => *dropped,

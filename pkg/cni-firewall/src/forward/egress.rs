@@ -36,15 +36,16 @@ use cni::Cidr;
 use cni::hash::sha512_hex;
 use cni_linux::error::Result;
 
-use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, jump, match_family, owner_rule, read_owner_rule};
-use super::owner::{self, Ingress, OwnedAddress};
+use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, jump, match_family, set_of};
+use super::owner::{self, OwnedAddress};
+use super::records::{Object, Record, RecordChain};
 use crate::engine;
 use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, icmpv6_types, in_set, l4proto, masked, saddr};
-use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Listed, Nft, Rule, SetKind, Table, decode};
+use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Rule, Table, decode};
 
 pub(crate) const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
 /// The chain of the records.
-pub(super) const OWNERS: &str = "cni_egress_owners";
+pub(crate) const OWNERS: &str = "cni_egress_owners";
 /// The chain that leads to the chains of the networks.
 const EGRESS: &str = "cni_egress";
 /// The base chains. They precede the chains with the priority `filter`, which is 0.
@@ -89,10 +90,25 @@ fn network(owner: &str) -> &str {
     owner.split('/').next().unwrap_or_default().trim_start_matches("cni:")
 }
 
-/// Returns the name and the type of the set for addresses of the same family as `address` in the
-/// network with this chain.
-fn set_of(chain: &str, address: IpAddr) -> (String, SetKind) {
-    if address.is_ipv4() { (format!("{chain}_4"), SetKind::Ipv4) } else { (format!("{chain}_6"), SetKind::Ipv6) }
+/// Returns the beginning of the names of the sets of the network with this chain.
+fn sets_of(chain: &str) -> String {
+    format!("{chain}_")
+}
+
+/// Returns the element of a set that a record requires.
+fn element(owned: &OwnedAddress) -> Object {
+    let (set, _) = set_of(&sets_of(&network_chain(&owned.owner)), owned.address);
+    Object::Element { set, address: owned.address }
+}
+
+/// Returns what a record requires: the element, and the chain of the network.
+fn objects(owned: &OwnedAddress) -> Result<Vec<Object>> {
+    Ok(vec![element(owned), Object::Egress { chain: network_chain(&owned.owner) }])
+}
+
+/// Looks up the chain of the records.
+pub(super) fn find_records(nft: &mut Nft) -> Result<RecordChain> {
+    RecordChain::find(nft, TABLE, OWNERS, objects)
 }
 
 /// Returns the rules of a network's chain.
@@ -136,7 +152,7 @@ fn established_rule() -> Vec<Expr> {
 /// Returns the rules of [`EGRESS`] that lead to a network's chain.
 fn dispatch_rules(chain: &str) -> [Vec<Expr>; 2] {
     FAMILY_SAMPLES.map(|sample| {
-        let (set, _) = set_of(chain, sample);
+        let (set, _) = set_of(&sets_of(chain), sample);
         [match_family(TABLE, sample), in_set(saddr(sample), &set), vec![jump(chain)]].concat()
     })
 }
@@ -144,10 +160,7 @@ fn dispatch_rules(chain: &str) -> [Vec<Expr>; 2] {
 /// Returns the container's addresses with their owner.
 fn owned_addresses(owner: &str, addresses: &[IpAddr], egress: &Egress) -> Vec<OwnedAddress> {
     let link_local = egress.link_local.iter().map(|address| IpAddr::V6(*address));
-    let all = addresses.iter().copied().chain(link_local);
-    let owned =
-        |address| OwnedAddress { owner: owner.to_owned(), address, ingress: Ingress::Open, accepts_redirected: false };
-    all.map(owned).collect()
+    addresses.iter().copied().chain(link_local).map(|address| OwnedAddress::open(owner, address)).collect()
 }
 
 /// Whether the chain has exactly these rules.
@@ -171,26 +184,19 @@ pub(super) fn ensure(
     let own = owned_addresses(owner, addresses, egress.unwrap_or(&Egress::default()));
     let wanted: &[OwnedAddress] = if egress.is_some() { &own } else { &[] };
     let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let records = nft.rules(TABLE, OWNERS)?;
-        let recorded: Vec<OwnedAddress> = records.iter().filter_map(read_owner_rule).collect();
-        let outdated = owner::outdated_records(recorded.iter().cloned(), owner, &own)?;
+        let chain = find_records(nft)?;
+        let records = chain.records(nft)?;
         // All of an owner's addresses, also the link-local one, which was not allocated again.
-        let outdated: BTreeSet<String> = outdated.into_iter().map(|record| record.owner).collect();
-        let is_removed = |record: &OwnedAddress| {
-            (record.owner == owner && !wanted.contains(record)) || outdated.contains(&record.owner)
-        };
-        remove(nft, batch, &records, &is_removed, wanted)?;
+        let outdated = owner::outdated_records(records.iter().map(|record| record.owned.clone()), owner, &own)?;
+        let outdated: BTreeSet<&str> = outdated.iter().map(|record| record.owner.as_str()).collect();
+        let is_replaced = |record: &Record| record.owned.owner == owner && !wanted.contains(&record.owned);
+        let is_removed = |record: &&Record| is_replaced(record) || outdated.contains(record.owned.owner.as_str());
+        let removed: Vec<&Record> = records.iter().filter(is_removed).collect();
+        chain.remove(nft, batch, &removed, wanted)?;
         if let Some(egress) = egress {
             add(nft, batch, owner, egress)?;
         }
-        let (set_chain, missing) = (network_chain(owner), wanted.iter().filter(|owned| !recorded.contains(owned)));
-        for owned in wanted {
-            batch.ensure_element(TABLE, &set_of(&set_chain, owned.address).0, owned.address);
-        }
-        for owned in missing {
-            batch.append_rule(TABLE, OWNERS, &owner_rule(TABLE, owned)?);
-            *changed = true;
-        }
+        *changed |= chain.add(nft, batch, &records, wanted)?;
         Ok(())
     };
     engine::change(nft, plan).map(drop)
@@ -214,7 +220,7 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
         batch.ensure_chain(TABLE, &chain, Some(network(owner)));
     }
     for sample in FAMILY_SAMPLES {
-        let (set, kind) = set_of(&chain, sample);
+        let (set, kind) = set_of(&sets_of(&chain), sample);
         batch.ensure_set(TABLE, &set, kind);
     }
     let hooks = [FORWARD, INPUT].map(|(name, base)| (name, hook_rules(base.hook)));
@@ -238,49 +244,9 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
     Ok(())
 }
 
-/// Adds to `batch` the removal of the records for which `is_removed` is true, and of the elements,
-/// chains and sets that no remaining record needs. The addresses in `staying`, which the caller
-/// adds, count as remaining records.
-fn remove(
-    nft: &mut Nft,
-    batch: &mut Batch,
-    records: &[Listed],
-    is_removed: &dyn Fn(&OwnedAddress) -> bool,
-    staying: &[OwnedAddress],
-) -> Result<()> {
-    let element = |owned: &OwnedAddress| (network_chain(&owned.owner), owned.address);
-    let mut required: BTreeSet<(String, IpAddr)> = staying.iter().map(element).collect();
-    let mut released = BTreeSet::new();
-    for listed in records {
-        let Some(owned) = read_owner_rule(listed) else { continue };
-        if is_removed(&owned) {
-            batch.delete_rule(TABLE, OWNERS, listed.handle);
-            released.insert(element(&owned));
-        } else {
-            required.insert(element(&owned));
-        }
-    }
-    let required_chains: BTreeSet<&String> = required.iter().map(|(chain, _)| chain).collect();
-    let mut unneeded_chains = BTreeSet::new();
-    for (chain, address) in released.difference(&required) {
-        if !required_chains.contains(chain) {
-            unneeded_chains.insert(chain);
-            continue;
-        }
-        let (set, _) = set_of(chain, *address);
-        if nft.has_element(TABLE, &set, *address)? {
-            batch.delete_element(TABLE, &set, *address);
-        }
-    }
-    for chain in unneeded_chains {
-        remove_network(nft, batch, chain)?;
-    }
-    Ok(())
-}
-
 /// Adds to `batch` the removal of a network's chain, of the rules that lead to it, and of the sets
 /// in these rules.
-fn remove_network(nft: &mut Nft, batch: &mut Batch, chain: &str) -> Result<()> {
+pub(super) fn remove_network(nft: &mut Nft, batch: &mut Batch, chain: &str) -> Result<()> {
     let mut sets = BTreeSet::new();
     for listed in nft.rules(TABLE, EGRESS)? {
         if listed.rule.exprs.last() != Some(&jump(chain)) {
@@ -299,12 +265,6 @@ fn remove_network(nft: &mut Nft, batch: &mut Batch, chain: &str) -> Result<()> {
         batch.delete_set(TABLE, &set);
     }
     Ok(())
-}
-
-/// Adds to `batch` the removal of the rules for the owners for which `is_selected` is true.
-pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, is_selected: &dyn Fn(&OwnedAddress) -> bool) -> Result<()> {
-    let records = nft.rules(TABLE, OWNERS)?;
-    remove(nft, batch, &records, is_selected, &[])
 }
 
 /// Returns a sentence for each rule or element that an ADD would write and that is missing; empty
@@ -329,9 +289,9 @@ pub(super) fn check(nft: &mut Nft, owner: &str, addresses: &[IpAddr], egress: &E
     let sentence = |name: &str| format!("nft chain {TABLE} {name} is missing or has other rules than it should");
     let mut missing: Vec<String> = wrong_chains.into_iter().map(sentence).collect();
     for owned in owned_addresses(owner, addresses, egress) {
-        let (set, _) = set_of(&chain, owned.address);
-        if !nft.has_element(TABLE, &set, owned.address)? {
-            missing.push(format!("nft set {TABLE} {set} lacks {}", owned.address));
+        let element = element(&owned);
+        if !element.exists(nft, TABLE)? {
+            missing.push(element.lack(TABLE, &owned.ingress));
         }
     }
     Ok(missing)
@@ -359,9 +319,4 @@ pub(crate) fn count_dropped(nft: &mut Nft, chain: &str) -> Result<u64> {
         false
     })?;
     Ok(packets.into_inner().into_values().sum())
-}
-
-/// Returns the addresses whose connections are checked, with their owners.
-pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
-    Ok(nft.rules(TABLE, OWNERS)?.iter().filter_map(read_owner_rule).collect())
 }

@@ -30,6 +30,7 @@ mod entry_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
+pub(super) mod records;
 pub mod sources;
 
 pub use egress::{Egress, EgressDefault};
@@ -62,16 +63,12 @@ impl ForwardRules {
     /// Returns the addresses, each with its owner and its ingress policy.
     fn owned_addresses(&self) -> Vec<OwnedAddress> {
         let owner = owner::name(&self.attachment);
-        let mut owned = Vec::new();
-        for address in &self.addresses {
-            owned.push(OwnedAddress {
-                owner: owner.clone(),
-                address: *address,
-                ingress: self.ingress.clone(),
-                accepts_redirected: self.accepts_redirected,
-            });
-        }
-        owned
+        let owned = |address: &IpAddr| OwnedAddress {
+            ingress: self.ingress.clone(),
+            accepts_redirected: self.accepts_redirected,
+            ..OwnedAddress::open(&owner, *address)
+        };
+        self.addresses.iter().map(owned).collect()
     }
 
     /// Returns the addresses of one family.
@@ -212,7 +209,9 @@ impl<'m> Forward<'m> {
     fn remove(&self, filter: AttachmentFilter<'_>, accepted_for_others: &[IpAddr]) -> Result<()> {
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let results = [
-            self.store.purge_in_nftables(|nft, batch| nftables::purge(nft, batch, filter)),
+            self.store.purge_in_nftables(|nft, batch| {
+                nftables::list_record_chains(nft)?.iter().try_for_each(|chain| chain.purge(nft, batch, filter))
+            }),
             self.store.purge_in_iptables(filter, &chains, |table| iptables::purge(table, filter, accepted_for_others)),
         ];
         Error::join(results.into_iter().filter_map(Result::err))

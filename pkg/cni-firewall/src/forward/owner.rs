@@ -67,6 +67,13 @@ pub(crate) struct OwnedAddress {
     pub(crate) accepts_redirected: bool,
 }
 
+impl OwnedAddress {
+    /// Returns an address with the policy `open`, without redirected connections.
+    pub(super) fn open(owner: &str, address: IpAddr) -> OwnedAddress {
+        OwnedAddress { owner: owner.to_owned(), address, ingress: Ingress::Open, accepts_redirected: false }
+    }
+}
+
 /// Returns the hash that replaces a network or a container ID in a name that would be too long.
 fn hashed(text: &str) -> String {
     format!("#{}", sha512_hex(&[text.as_bytes()], HASH_DIGITS))

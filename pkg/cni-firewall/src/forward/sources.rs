@@ -7,8 +7,10 @@
 
 use std::net::IpAddr;
 
-use super::nftables::{OWN_TABLE, OWN_TABLE_COMMENT, owner_rule, read_owner_rule};
-use super::owner::{self, Ingress, OwnedAddress};
+use super::Written;
+use super::nftables::{OWN_TABLE, OWN_TABLE_COMMENT};
+use super::owner::{self, OwnedAddress};
+use super::records::{RecordChain, Wanted};
 use crate::engine;
 use crate::nft::{Batch, Family, Nft, Table};
 use crate::owner::AttachmentFilter;
@@ -35,16 +37,18 @@ pub struct Sources {
 pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
     let selected = selection.owners(owner::NAME);
     let mut sources = Sources::default();
-    for owned in list(&mut Nft::open()?)? {
-        let addresses = if selected.contains(&owned.owner) { &mut sources.own } else { &mut sources.others };
-        addresses.push(owned.address);
+    let mut nft = Nft::open()?;
+    for record in find_records(&mut nft)?.records(&mut nft)? {
+        let is_own = selected.contains(&record.owned.owner);
+        let addresses = if is_own { &mut sources.own } else { &mut sources.others };
+        addresses.push(record.owned.address);
     }
     Ok(sources)
 }
 
-/// Returns the records of all attachments.
-pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
-    Ok(nft.rules(TABLE, RECORDS)?.iter().filter_map(read_owner_rule).collect())
+/// Looks up the chain of the records. A record requires no other object.
+pub(crate) fn find_records(nft: &mut Nft) -> Result<RecordChain> {
+    RecordChain::find(nft, TABLE, RECORDS, |_| Ok(Vec::new()))
 }
 
 /// Records `addresses` as those of the attachment, and removes its other records and those that
@@ -57,16 +61,19 @@ pub(crate) fn list(nft: &mut Nft) -> Result<Vec<OwnedAddress>> {
 /// nf_tables.
 pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
     let owner = owner::name(attachment);
-    let mut records = Vec::new();
-    for address in addresses {
-        records.push(OwnedAddress {
-            owner: owner.clone(),
-            address: *address,
-            ingress: Ingress::Open,
-            accepts_redirected: false,
-        });
-    }
-    replace(AttachmentFilter::one(attachment), &records)
+    let records: Vec<OwnedAddress> = addresses.iter().map(|address| OwnedAddress::open(&owner, *address)).collect();
+    let mut written = Written::default();
+    let plan = |nft: &mut Nft, batch: &mut Batch| {
+        let chain = find_records(nft)?;
+        if chain.chain.is_none() {
+            batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
+            batch.ensure_chain(TABLE, RECORDS, None);
+        }
+        let wanted = Wanted { owner: &owner, addresses: &records, in_table: &records };
+        chain.ensure(nft, batch, &wanted, &mut written)
+    };
+    engine::change(&mut Nft::open()?, plan)?;
+    Ok(written.replaced)
 }
 
 /// Removes the records of the selected attachments.
@@ -74,42 +81,5 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
 /// # Errors
 /// If records cannot be read or removed.
 pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
-    replace(selection, &[]).map(drop)
-}
-
-/// Replaces the records of the selected attachments with `records`, in one transaction. Returns
-/// whether there were any, or others that are outdated.
-fn replace(selection: AttachmentFilter<'_>, records: &[OwnedAddress]) -> Result<bool> {
-    let mut nft = Nft::open()?;
-    let selected = selection.owners(owner::NAME);
-    let mut replaced = false;
-    let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let mut existing = Vec::new();
-        let rules = nft.rules(TABLE, RECORDS)?;
-        let outdated = match records.first() {
-            Some(first) => owner::outdated_records(rules.iter().filter_map(read_owner_rule), &first.owner, records)?,
-            None => Vec::new(),
-        };
-        for listed in rules {
-            let Some(owned) = read_owner_rule(&listed) else { continue };
-            let is_replaced = selected.contains(&owned.owner) || outdated.contains(&owned);
-            replaced |= is_replaced;
-            if records.contains(&owned) {
-                existing.push(owned);
-            } else if is_replaced {
-                batch.delete_rule(TABLE, RECORDS, listed.handle);
-            }
-        }
-        let missing: Vec<&OwnedAddress> = records.iter().filter(|owned| !existing.contains(owned)).collect();
-        if !missing.is_empty() {
-            batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
-            nft.add_missing_chain(batch, TABLE, RECORDS)?;
-        }
-        for owned in missing {
-            batch.append_rule(TABLE, RECORDS, &owner_rule(TABLE, owned)?);
-        }
-        Ok(())
-    };
-    engine::change(&mut nft, plan)?;
-    Ok(replaced)
+    engine::change(&mut Nft::open()?, |nft, batch| find_records(nft)?.purge(nft, batch, selection)).map(drop)
 }

@@ -82,7 +82,12 @@ impl Edit {
     }
 
     /// Adds a rule at the chain's beginning or end.
-    fn add_rule<W: Into<String>>(&mut self, chain: &str, words: impl IntoIterator<Item = W>, position: RulePosition) {
+    pub(crate) fn add_rule<W: Into<String>>(
+        &mut self,
+        chain: &str,
+        words: impl IntoIterator<Item = W>,
+        position: RulePosition,
+    ) {
         let words = words.into_iter().map(Into::into).collect();
         self.rules.push(AddedRule { chain: chain.to_owned(), words, position });
     }

@@ -31,8 +31,9 @@ use std::net::IpAddr;
 use cni_linux::error::Result;
 
 use super::Written;
-use super::owner::{self, Ingress, OwnedAddress};
-use crate::iptables::{Chains, Edit, Part, Purpose, Rule, single_address};
+use super::owner::{self, OwnedAddress};
+use crate::iptables::{Chains, Edit, Part, Purpose, Rule};
+use crate::nft::RulePosition::{self, First, Last};
 use crate::owner::{AttachmentFilter, Untagged};
 
 mod removal;
@@ -43,8 +44,8 @@ mod tests;
 use removal::Removal;
 pub use shape::ADMIN;
 use shape::{
-    ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, commented_rule, end_of_stage,
-    record_rule, redirected_rule, stage_1_rules, stage_2_rule,
+    ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, address_rules, commented_rule,
+    end_of_stage, isolation_rules, record_rule,
 };
 pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_record};
 
@@ -58,30 +59,6 @@ impl Record {
     /// Reads a rule of [`OWNERS`]; `None` if it is not a record.
     fn read(rule: &Rule) -> Option<Record> {
         Some(Record { rule: rule.clone(), owned: read_record(rule)? })
-    }
-}
-
-/// Returns the records that have one of the parts.
-fn find_records(filter: &mut Chains<'_>, parts: &[Part<'_>], purpose: Purpose) -> Result<Vec<Record>> {
-    let rules = filter.find_rules(OWNERS, parts, purpose, |rule| rule.target().is_none())?;
-    Ok(rules.iter().filter_map(Record::read).collect())
-}
-
-/// Returns the rules that have exactly these words.
-fn matching<'r>(rules: &'r [Rule], words: &'r [String]) -> impl Iterator<Item = &'r Rule> {
-    rules.iter().filter(move |rule| rule.matches(words))
-}
-
-/// Whether one of `rules` has exactly these words.
-fn contains(rules: &[Rule], words: &[String]) -> bool {
-    matching(rules, words).next().is_some()
-}
-
-/// Adds to `edit` the removal of all but the first of the rules with these words: simultaneous ADDs
-/// of the Go plugin can both add the same rule.
-fn delete_duplicates(edit: &mut Edit, chain: &str, rules: &[Rule], words: &[String]) {
-    for duplicate in matching(rules, words).skip(1) {
-        edit.delete(chain, duplicate);
     }
 }
 
@@ -105,41 +82,82 @@ fn find_rules_of(
     filter.find_rules(chain, &parts, purpose, |_| true)
 }
 
-/// Returns the rules by the single address that they match, as source or destination.
-fn by_address(rules: &[Rule]) -> BTreeMap<IpAddr, Vec<Rule>> {
-    let mut by_address: BTreeMap<IpAddr, Vec<Rule>> = BTreeMap::new();
-    for rule in rules {
-        if let Some(address) = single_address(rule, "-s").or_else(|| single_address(rule, "-d")) {
-            by_address.entry(address).or_default().push(rule.clone());
+/// Existing rules by chain and words, with all copies of each.
+#[derive(Default)]
+struct ExistingRules(BTreeMap<(&'static str, Vec<String>), Vec<Rule>>);
+
+impl ExistingRules {
+    /// Reads the rules with the same parts as those that the addresses require.
+    fn read(
+        filter: &mut Chains<'_>,
+        addresses: &[OwnedAddress],
+        admin_chain: &str,
+        purpose: Purpose,
+    ) -> Result<ExistingRules> {
+        let mut existing = ExistingRules::default();
+        let ips = addresses.iter().map(|owned| owned.address);
+        // One search finds the jump and the accepting rules, because the chain can be long.
+        let jump_to_admin = Part::Target(admin_chain);
+        existing.add(CNI_FORWARD, find_rules_of(filter, CNI_FORWARD, ips, Some(jump_to_admin), purpose)?);
+        if isolates(addresses) {
+            existing.add(STAGE_1, filter.rules(STAGE_1)?.to_vec());
+            existing.add(STAGE_2, filter.rules(STAGE_2)?.to_vec());
+        }
+        Ok(existing)
+    }
+
+    /// Adds rules of a chain.
+    fn add(&mut self, chain: &'static str, rules: Vec<Rule>) {
+        for rule in rules.into_iter().filter(Rule::is_whole) {
+            self.0.entry((chain, rule.words.clone())).or_default().push(rule);
         }
     }
-    by_address
-}
 
-/// Returns the rules for `address` in the result of [`by_address`].
-fn rules_for(rules: &BTreeMap<IpAddr, Vec<Rule>>, address: IpAddr) -> &[Rule] {
-    rules.get(&address).map_or(&[], Vec::as_slice)
-}
-
-/// Returns the rules that [`CNI_FORWARD`] must have for an address.
-fn required_rules(owned: &OwnedAddress) -> Vec<Vec<String>> {
-    let mut rules = accept_rules(owned.address).to_vec();
-    if owned.accepts_redirected {
-        rules.push(redirected_rule(owned.address));
+    /// Returns the rules that have exactly these words.
+    fn find(&self, chain: &'static str, words: &[String]) -> &[Rule] {
+        self.0.get(&(chain, words.to_vec())).map_or(&[], Vec::as_slice)
     }
-    rules
 }
 
-/// Returns the policy of these addresses and the bridge that it isolates; `None` for the policy
-/// `open`. All addresses of an attachment have the same policy.
-fn isolation_of(addresses: &[OwnedAddress]) -> Option<(&Ingress, &str)> {
-    addresses.iter().find_map(|owned| Some((&owned.ingress, owned.ingress.bridge()?)))
+/// Whether the policy of these addresses isolates a bridge. All addresses of an attachment have the
+/// same policy.
+fn isolates(addresses: &[OwnedAddress]) -> bool {
+    addresses.iter().any(|owned| owned.ingress.bridge().is_some())
+}
+
+/// Returns the chains that addresses require.
+fn required_chains<'a>(addresses: &[OwnedAddress], admin_chain: &'a str) -> Vec<&'a str> {
+    let isolation = if isolates(addresses) { &[STAGE_1, STAGE_2][..] } else { &[] };
+    [&[CNI_FORWARD, admin_chain], isolation].concat()
+}
+
+/// Returns the rules that addresses require, except the jumps from [`FORWARD`]: the chain and the
+/// words of each, and where the rule is added. Of several rules that are added at the beginning of
+/// a chain, the last one becomes the first.
+fn required_rules(addresses: &[OwnedAddress], admin_chain: &str) -> Vec<(&'static str, Vec<String>, RulePosition)> {
+    let mut required = vec![(CNI_FORWARD, commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain), First)];
+    for owned in addresses {
+        required.extend(address_rules(owned).into_iter().map(|words| (CNI_FORWARD, words, Last)));
+    }
+    let isolating = addresses.iter().find(|owned| owned.ingress.bridge().is_some());
+    for (chain, words) in isolating.iter().flat_map(|owned| isolation_rules(&owned.ingress)).rev() {
+        required.push((chain, words, First));
+    }
+    required
+}
+
+/// Adds to `edit` the removal of all but the first of these copies of a rule: simultaneous ADDs of
+/// the Go plugin can both add the same rule.
+fn delete_duplicates(edit: &mut Edit, chain: &str, copies: &[Rule]) {
+    for duplicate in copies.iter().skip(1) {
+        edit.delete(chain, duplicate);
+    }
 }
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
 /// the family of `filter`. Removes the [outdated records](owner::outdated_records) of `addresses`.
-/// Adds to `written.accepted_for_others` the addresses that have rules but no record: the Go plugin
-/// wrote these rules. Sets `written.replaced`.
+/// Adds to `written.accepted_for_others` the addresses that are accepted but have no record: the Go
+/// plugin wrote these rules. Sets `written.replaced`.
 pub(super) fn ensure(
     filter: &mut Chains<'_>,
     owner: &str,
@@ -148,44 +166,37 @@ pub(super) fn ensure(
     written: &mut Written,
 ) -> Result<Edit> {
     let mut edit = Edit::new();
-    for chain in [CNI_FORWARD, admin_chain, OWNERS] {
+    for chain in required_chains(addresses, admin_chain).into_iter().chain([OWNERS]) {
         if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
-    match isolation_of(addresses) {
-        Some((ingress, bridge)) => {
-            isolate(filter, &mut edit, ingress, bridge)?;
-            order_jumps(filter, &mut edit, &[STAGE_1, CNI_FORWARD])?;
+    let jumps = if isolates(addresses) { &[STAGE_1, CNI_FORWARD][..] } else { &[CNI_FORWARD] };
+    order_jumps(filter, &mut edit, jumps)?;
+    let existing = ExistingRules::read(filter, addresses, admin_chain, Purpose::Append)?;
+    let ips = addresses.iter().map(|owned| owned.address);
+    let found = find_rules_of(filter, OWNERS, ips, Some(Part::Comment(owner)), Purpose::Append)?;
+    let records: Vec<Record> = found.iter().filter_map(Record::read).collect();
+    for (chain, words, position) in required_rules(addresses, admin_chain) {
+        let copies = existing.find(chain, &words);
+        delete_duplicates(&mut edit, chain, copies);
+        if copies.is_empty() {
+            edit.add_rule(chain, words, position);
         }
-        None => order_jumps(filter, &mut edit, &[CNI_FORWARD])?,
     }
-
-    let mut find = |chain, other| {
-        let addresses = addresses.iter().map(|owned| owned.address);
-        find_rules_of(filter, chain, addresses, Some(other), Purpose::Append)
-    };
-    // One search finds the jump and the accepting rules, because the chain can be long.
-    let existing_rules = find(CNI_FORWARD, Part::Target(admin_chain))?;
-    let records: Vec<Record> = find(OWNERS, Part::Comment(owner))?.iter().filter_map(Record::read).collect();
-    let jump_to_admin = commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain);
-    delete_duplicates(&mut edit, CNI_FORWARD, &existing_rules, &jump_to_admin);
-    if !contains(&existing_rules, &jump_to_admin) {
-        edit.insert(CNI_FORWARD, jump_to_admin);
+    if isolates(addresses) {
+        for stage in [STAGE_1, STAGE_2] {
+            if existing.find(stage, &end_of_stage()).is_empty() {
+                edit.append(stage, end_of_stage());
+            }
+        }
     }
-    let accepting = by_address(&existing_rules);
     let recorded: BTreeSet<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
     let recorded_addresses: BTreeSet<IpAddr> = records.iter().map(|record| record.owned.address).collect();
     for owned in addresses {
-        let existing = rules_for(&accepting, owned.address);
-        if !existing.is_empty() && !recorded_addresses.contains(&owned.address) {
+        let is_accepted = address_rules(owned).iter().any(|words| !existing.find(CNI_FORWARD, words).is_empty());
+        if is_accepted && !recorded_addresses.contains(&owned.address) {
             written.accepted_for_others.push(owned.address);
-        }
-        for rule in required_rules(owned) {
-            delete_duplicates(&mut edit, CNI_FORWARD, existing, &rule);
-            if !contains(existing, &rule) {
-                edit.append(CNI_FORWARD, rule);
-            }
         }
         if !recorded.contains(owned) {
             edit.append(OWNERS, record_rule(owned));
@@ -194,16 +205,13 @@ pub(super) fn ensure(
     let wanted: BTreeSet<&OwnedAddress> = addresses.iter().collect();
     let all_owned = records.iter().map(|record| record.owned.clone());
     let outdated: BTreeSet<OwnedAddress> = owner::outdated_records(all_owned, owner, addresses)?.into_iter().collect();
-    written.replaced |= !outdated.is_empty() || records.iter().any(|record| record.owned.owner == owner);
-    let is_stale = |record: &&Record| {
-        let is_own = record.owned.owner == owner;
-        (is_own && !wanted.contains(&record.owned)) || outdated.contains(&record.owned)
-    };
+    let is_own = |record: &Record| record.owned.owner == owner;
+    written.replaced |= !outdated.is_empty() || records.iter().any(is_own);
+    let is_replaced = |record: &&Record| is_own(record) && !wanted.contains(&record.owned);
+    let is_stale = |record: &&Record| is_replaced(record) || outdated.contains(&record.owned);
     let stale_records: Vec<&Record> = records.iter().filter(is_stale).collect();
-    if !stale_records.is_empty() {
-        let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
-        edit.extend(removal.plan(filter)?);
-    }
+    let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
+    removal.add_to(&mut edit, filter)?;
     Ok(edit)
 }
 
@@ -214,22 +222,25 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     // that does not exist.
     let has_target = filter.has_chain(CNI_FORWARD)? || filter.has_chain(STAGE_1)?;
     let jumps = if has_target { find_jumps(filter)? } else { Vec::new() };
+    let first = jumps.first().cloned();
+    let mut existing = ExistingRules::default();
+    existing.add(FORWARD, jumps);
     let jump_to_forward = commented_rule(&[], JUMP_COMMENT, CNI_FORWARD);
-    let adds_forward_jump = required.contains(&CNI_FORWARD) && !contains(&jumps, &jump_to_forward);
+    let copies = existing.find(FORWARD, &jump_to_forward);
+    delete_duplicates(edit, FORWARD, copies);
+    let adds_forward_jump = required.contains(&CNI_FORWARD) && copies.is_empty();
     if adds_forward_jump {
-        edit.insert(FORWARD, jump_to_forward.clone());
+        edit.insert(FORWARD, jump_to_forward);
     }
-    delete_duplicates(edit, FORWARD, &jumps, &jump_to_forward);
-
     let jump_to_stage_1 = commented_rule(&[], ISOLATION_COMMENT, STAGE_1);
-    let jumps_to_stage_1: Vec<Rule> = matching(&jumps, &jump_to_stage_1).cloned().collect();
-    if jumps_to_stage_1.is_empty() && !required.contains(&STAGE_1) {
+    let copies = existing.find(FORWARD, &jump_to_stage_1);
+    if copies.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
     // A jump to CNI_FORWARD that is added above comes before the existing jumps.
-    let is_first = !adds_forward_jump && jumps.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
-    if !is_first || jumps_to_stage_1.len() != 1 {
-        edit.put_first(FORWARD, jump_to_stage_1, &jumps_to_stage_1);
+    let is_first = !adds_forward_jump && first.is_some_and(|rule| rule.matches(&jump_to_stage_1));
+    if !is_first || copies.len() != 1 {
+        edit.put_first(FORWARD, jump_to_stage_1, copies);
     }
     Ok(())
 }
@@ -239,27 +250,6 @@ fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
     let targets = [STAGE_1, CNI_FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
     filter.find_rules(FORWARD, &targets.map(Part::Target), Purpose::Read, is_jump)
-}
-
-/// Adds to `edit` the missing chains and rules of both stages for `bridge`, which the policy
-/// `ingress` isolates.
-fn isolate(filter: &mut Chains<'_>, edit: &mut Edit, ingress: &Ingress, bridge: &str) -> Result<()> {
-    for (chain, bridge_rules) in [(STAGE_1, stage_1_rules(ingress)), (STAGE_2, vec![stage_2_rule(bridge)])] {
-        if !filter.has_chain(chain)? {
-            edit.create_chain(chain);
-        }
-        let rules = filter.rules(chain)?.to_vec();
-        // Each rule is inserted at the beginning, so the last one must be inserted first.
-        for rule in bridge_rules.into_iter().rev() {
-            if !contains(&rules, &rule) {
-                edit.insert(chain, rule);
-            }
-        }
-        if !contains(&rules, &end_of_stage()) {
-            edit.append(chain, end_of_stage());
-        }
-    }
-    Ok(())
 }
 
 /// Returns the edit that removes the rules of the selected attachments. The Go plugin writes rules
@@ -278,16 +268,18 @@ pub(super) fn purge(
     };
     let parts: Vec<Part<'_>> = selected.beginnings.iter().map(|beginning| part(beginning)).collect();
     filter.has_chain(OWNERS)?;
-    let mut records = find_records(filter, &parts, Purpose::Read)?;
+    let found = filter.find_rules(OWNERS, &parts, Purpose::Read, |rule| rule.target().is_none())?;
     // The search also finds names that contain a beginning.
-    records.retain(|record| selected.contains(&record.owned.owner));
+    let records: Vec<Record> =
+        found.iter().filter_map(Record::read).filter(|record| selected.contains(&record.owned.owner)).collect();
     let records: Vec<&Record> = records.iter().collect();
     let unrecorded_addresses = match selection {
         AttachmentFilter::One { untagged: Untagged::Covering(addresses), .. } => addresses,
         _ => &[],
     };
+    let mut edit = Edit::new();
     let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others, ..Removal::default() };
-    let mut edit = removal.plan(filter)?;
+    removal.add_to(&mut edit, filter)?;
     if matches!(selection, AttachmentFilter::Garbage { .. }) {
         order_jumps(filter, &mut edit, &[])?;
     }
@@ -297,13 +289,8 @@ pub(super) fn purge(
 /// Returns a sentence for each chain or rule for `addresses` that is missing or in the wrong order;
 /// empty if none. Records are not checked, because Go does not write them.
 pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_chain: &str) -> Result<Vec<String>> {
-    let isolation = isolation_of(addresses);
     let mut missing = Vec::new();
-    let mut chains = vec![CNI_FORWARD, admin_chain];
-    if isolation.is_some() {
-        chains.extend([STAGE_1, STAGE_2]);
-    }
-    for chain in chains {
+    for chain in required_chains(addresses, admin_chain) {
         if !filter.has_chain(chain)? {
             missing.push(format!("iptables chain {chain} is missing from table filter"));
         }
@@ -312,30 +299,20 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
         return Ok(missing);
     }
     let jumps = find_jumps(filter)?;
-    let mut require = |chain: &str, rules: &[Rule], words: &[String]| {
-        if !contains(rules, words) {
+    let first_target = jumps.first().and_then(Rule::target).map(str::to_owned);
+    let mut existing = ExistingRules::read(filter, addresses, admin_chain, Purpose::Read)?;
+    existing.add(FORWARD, jumps);
+    let mut required = vec![(FORWARD, commented_rule(&[], JUMP_COMMENT, CNI_FORWARD))];
+    if isolates(addresses) {
+        required.push((FORWARD, commented_rule(&[], ISOLATION_COMMENT, STAGE_1)));
+    }
+    required.extend(required_rules(addresses, admin_chain).into_iter().map(|(chain, words, _)| (chain, words)));
+    for (chain, words) in required {
+        if existing.find(chain, &words).is_empty() {
             missing.push(format!("iptables chain {chain} has no rule {}", words.join(" ")));
         }
-    };
-    require(FORWARD, &jumps, &commented_rule(&[], JUMP_COMMENT, CNI_FORWARD));
-    let checked = addresses.iter().map(|owned| owned.address);
-    let forward_rules = find_rules_of(filter, CNI_FORWARD, checked, Some(Part::Target(admin_chain)), Purpose::Read)?;
-    require(CNI_FORWARD, &forward_rules, &commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain));
-    let accepting = by_address(&forward_rules);
-    for owned in addresses {
-        for words in required_rules(owned) {
-            require(CNI_FORWARD, rules_for(&accepting, owned.address), &words);
-        }
     }
-    let Some((ingress, bridge)) = isolation else { return Ok(missing) };
-    require(FORWARD, &jumps, &commented_rule(&[], ISOLATION_COMMENT, STAGE_1));
-    let stage_1 = filter.rules(STAGE_1)?;
-    for words in stage_1_rules(ingress) {
-        require(STAGE_1, stage_1, &words);
-    }
-    let stage_2 = filter.rules(STAGE_2)?;
-    require(STAGE_2, stage_2, &stage_2_rule(bridge));
-    if missing.is_empty() && jumps.first().and_then(Rule::target) != Some(STAGE_1) {
+    if isolates(addresses) && missing.is_empty() && first_target.as_deref() != Some(STAGE_1) {
         missing.push(format!("iptables chain {FORWARD} leads to {CNI_FORWARD} before {STAGE_1}: nothing is isolated"));
     }
     Ok(missing)
@@ -343,10 +320,7 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
 
 /// Whether [`CNI_FORWARD`] has a rule that accepts packets of one of the addresses.
 pub(super) fn accepts_any(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
-    let rules = by_address(&find_rules_of(filter, CNI_FORWARD, addresses.iter().copied(), None, Purpose::Read)?);
-    let is_accepted = |address: &IpAddr| {
-        let rules = rules_for(&rules, *address);
-        accept_rules(*address).iter().any(|words| contains(rules, words))
-    };
-    Ok(addresses.iter().any(is_accepted))
+    let accepting: BTreeSet<Vec<String>> = addresses.iter().flat_map(|address| accept_rules(*address)).collect();
+    let rules = find_rules_of(filter, CNI_FORWARD, addresses.iter().copied(), None, Purpose::Read)?;
+    Ok(rules.iter().any(|rule| rule.whole && accepting.contains(&rule.words)))
 }

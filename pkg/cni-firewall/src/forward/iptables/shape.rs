@@ -51,22 +51,28 @@ pub(super) fn redirected_rule(address: IpAddr) -> Vec<String> {
     words(&["-d", &host, "-m", "conntrack", "--ctstate", "DNAT", "-j", "ACCEPT"])
 }
 
-/// Returns the rules of the policy's bridge in [`STAGE_1`], in order; none for the policy `open`.
-pub(super) fn stage_1_rules(ingress: &Ingress) -> Vec<Vec<String>> {
-    let comment = format!("CNI firewall plugin rules (ingressPolicy: {})", ingress.name());
-    match ingress {
-        Ingress::Open => Vec::new(),
-        Ingress::SameBridge(bridge) => vec![commented_rule(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2)],
-        Ingress::Isolated(bridge) => vec![
-            commented_rule(&["-i", bridge, "-o", bridge], &comment, "DROP"),
-            commented_rule(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2),
-        ],
+/// Returns the rules that [`CNI_FORWARD`] must have for an address.
+pub(super) fn address_rules(owned: &OwnedAddress) -> Vec<Vec<String>> {
+    let mut rules = accept_rules(owned.address).to_vec();
+    if owned.accepts_redirected {
+        rules.push(redirected_rule(owned.address));
     }
+    rules
 }
 
-/// Returns the rule of an isolated bridge in [`STAGE_2`].
-pub(super) fn stage_2_rule(bridge: &str) -> Vec<String> {
-    commented_rule(&["-o", bridge], ISOLATION_COMMENT, "DROP")
+/// Returns the rules of the policy's bridge in both stages, each with its chain, in order; none for
+/// the policy `open`.
+pub(super) fn isolation_rules(ingress: &Ingress) -> Vec<(&'static str, Vec<String>)> {
+    let Some(bridge) = ingress.bridge() else { return Vec::new() };
+    let comment = format!("CNI firewall plugin rules (ingressPolicy: {})", ingress.name());
+    let mut rules = vec![
+        (STAGE_1, commented_rule(&["-i", bridge, "!", "-o", bridge], &comment, STAGE_2)),
+        (STAGE_2, commented_rule(&["-o", bridge], ISOLATION_COMMENT, "DROP")),
+    ];
+    if matches!(ingress, Ingress::Isolated(_)) {
+        rules.insert(0, (STAGE_1, commented_rule(&["-i", bridge, "-o", bridge], &comment, "DROP")));
+    }
+    rules
 }
 
 /// Returns the last rule of both stages.

@@ -21,13 +21,8 @@ fn accepted(addresses: &[OwnedAddress]) -> String {
 
 /// Returns this many addresses. `container` is that of each, from its number.
 fn addresses(count: usize, container: impl Fn(usize) -> String) -> Vec<OwnedAddress> {
-    let owned = |i: usize| OwnedAddress {
-        owner: format!("cni:net/{}/eth0", container(i)),
-        address: IpAddr::from([10, 1, u8::try_from(i / 250).unwrap(), u8::try_from(i % 250).unwrap()]),
-        ingress: Ingress::Open,
-        accepts_redirected: false,
-    };
-    (0..count).map(owned).collect()
+    let address = |i: usize| IpAddr::from([10, 1, u8::try_from(i / 250).unwrap(), u8::try_from(i % 250).unwrap()]);
+    (0..count).map(|i| OwnedAddress::open(&format!("cni:net/{}/eth0", container(i)), address(i))).collect()
 }
 
 #[test]

@@ -19,7 +19,7 @@ pub use build::{
 };
 
 /// A register of 16 bytes, by the kernel's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reg(pub u32);
 
 impl Reg {
@@ -34,7 +34,7 @@ impl Reg {
 }
 
 /// The value that `meta` loads, by the kernel's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MetaKey(pub u32);
 
 impl MetaKey {
@@ -51,7 +51,7 @@ impl MetaKey {
 }
 
 /// The header at which `payload` starts to count its offset, by the kernel's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Base(pub u32);
 
 impl Base {
@@ -64,7 +64,7 @@ impl Base {
 }
 
 /// The operator of `cmp`, by the kernel's number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CmpOp(pub u32);
 
 impl CmpOp {
@@ -79,7 +79,7 @@ impl CmpOp {
 }
 
 /// A decision about a packet.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// Ends the base chain: the packet passes it.
     Accept,
@@ -129,7 +129,7 @@ impl Verdict {
 }
 
 /// An expression of a rule. The first comparison that fails ends the rule.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Expr {
     /// Loads a property of the packet that is not in its bytes.
     Meta {

@@ -27,27 +27,18 @@
 //! administrator. All rules are then written to the table of that chain, which jumps to
 //! `cni_forward` in place of `forward`. The chain with this jump is the [`EntryChain`].
 
-mod check;
-mod records;
-
-use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::entry_chain::EntryChain;
-use super::owner::{self, Ingress, OwnedAddress};
+use super::owner::{Ingress, OwnedAddress};
+use super::records::{Object, RecordChain, Wanted};
 use super::{Written, egress};
 use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
 };
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Nft, Rule, SetKind, Table};
-use crate::owner::AttachmentFilter;
 use cni_linux::error::{Cause, Error, Result};
-
-pub(super) use check::check;
-pub(super) use records::owner_rule;
-use records::{OwnersChain, Record};
-pub(crate) use records::{list_records, read_owner_rule};
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
 pub(super) const OWN_TABLE: &str = "cni_firewall";
@@ -69,42 +60,26 @@ pub(super) const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6]
 /// One address of each family, where only the family is of interest.
 pub(super) const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
-/// Returns the addresses grouped by the entry chain that leads to their rules: `admin_chain`, if it
-/// is configured and sees packets of the address's family, else `own`. No group is empty.
-fn by_entry_chain<'a>(
-    addresses: &'a [OwnedAddress],
-    admin_chain: Option<&'a EntryChain>,
-    own: &'a EntryChain,
-) -> Vec<(&'a EntryChain, Vec<&'a OwnedAddress>)> {
-    let is_in_admin_chain = |owned: &&OwnedAddress| admin_chain.is_some_and(|chain| chain.sees(owned.address));
-    let (in_admin_chain, in_own): (Vec<_>, Vec<_>) = addresses.iter().partition(is_in_admin_chain);
-    let mut groups = Vec::new();
-    groups.extend(admin_chain.map(|chain| (chain, in_admin_chain)));
-    groups.push((own, in_own));
-    groups.retain(|(_, group)| !group.is_empty());
-    groups
+/// The beginnings of the sets' names: of containers' addresses, and of those whose redirected
+/// connections are accepted.
+const PODS: &str = "cni_pods";
+const REDIRECTED: &str = "cni_mapped";
+
+/// Returns the name, which begins with `prefix`, and the type of the set for addresses of the same
+/// family as `address`.
+pub(super) fn set_of(prefix: &str, address: IpAddr) -> (String, SetKind) {
+    if address.is_ipv4() { (format!("{prefix}4"), SetKind::Ipv4) } else { (format!("{prefix}6"), SetKind::Ipv6) }
 }
 
-/// Returns the name and the type of the set for addresses of the same family as `address`.
-fn set_of(address: IpAddr) -> (&'static str, SetKind) {
-    if address.is_ipv4() { ("cni_pods4", SetKind::Ipv4) } else { ("cni_pods6", SetKind::Ipv6) }
-}
-
-/// Returns the name and the type of the set for addresses of the same family as `address` whose
-/// redirected connections are accepted.
-fn redirected_set_of(address: IpAddr) -> (&'static str, SetKind) {
-    if address.is_ipv4() { ("cni_mapped4", SetKind::Ipv4) } else { ("cni_mapped6", SetKind::Ipv6) }
-}
-
-/// Returns the elements of sets that the address needs: the name of the set, and the address.
-fn elements(owned: &OwnedAddress) -> Vec<(&'static str, IpAddr)> {
-    let (set, _) = set_of(owned.address);
-    let mut elements = vec![(set, owned.address)];
+/// Returns the elements of sets and the isolation rules that an address requires.
+fn objects(owned: &OwnedAddress) -> Result<Vec<Object>> {
+    let element = |prefix| Object::Element { set: set_of(prefix, owned.address).0, address: owned.address };
+    let mut objects = vec![element(PODS)];
     if owned.accepts_redirected {
-        let (set, _) = redirected_set_of(owned.address);
-        elements.push((set, owned.address));
+        objects.push(element(REDIRECTED));
     }
-    elements
+    objects.extend(isolation_rules(&owned.ingress)?);
+    Ok(objects)
 }
 
 /// Returns the expressions that match the address's family, as `nft` writes them before an address
@@ -128,7 +103,7 @@ pub(super) fn jump(chain: &str) -> Expr {
 enum Accepted {
     /// Packets from containers, and the replies.
     FromContainers,
-    /// Also redirected connections, to the addresses in the sets [`redirected_set_of`].
+    /// Also redirected connections, to the addresses in the sets [`REDIRECTED`].
     Redirected,
 }
 
@@ -145,13 +120,13 @@ fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>>
     let table = entry_chain.table();
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
-        let (set, _) = set_of(sample);
+        let (set, _) = set_of(PODS, sample);
         // `in_set` turns the comparison with `sample` into a lookup in the set.
         let mut matches =
-            vec![in_set(saddr(sample), set), [in_set(daddr(sample), set), ct_established_related()].concat()];
+            vec![in_set(saddr(sample), &set), [in_set(daddr(sample), &set), ct_established_related()].concat()];
         if accepted == Accepted::Redirected {
-            let (set, _) = redirected_set_of(sample);
-            matches.push([in_set(daddr(sample), set), ct_dnat()].concat());
+            let (set, _) = set_of(REDIRECTED, sample);
+            matches.push([in_set(daddr(sample), &set), ct_dnat()].concat());
         }
         for exprs in matches {
             rules.push([match_family(table, sample), exprs, vec![Expr::Verdict(Verdict::Accept)]].concat());
@@ -162,25 +137,25 @@ fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>>
 
 /// Unwraps the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`, because
 /// the name is too long for an interface.
-fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
+pub(super) fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
     exprs.ok_or_else(|| {
         Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
     })
 }
 
-/// Returns the rules that isolate the policy's bridge, each with its chain; none for the policy
-/// `open`.
-fn isolation_rules(ingress: &Ingress) -> Result<Vec<(&'static str, Vec<Expr>)>> {
+/// Returns the rules that isolate the policy's bridge; none for the policy `open`.
+fn isolation_rules(ingress: &Ingress) -> Result<Vec<Object>> {
     let Some(bridge) = ingress.bridge() else { return Ok(Vec::new()) };
     let from_bridge = require_match(iifname(bridge), bridge)?;
     let to_bridge = require_match(oifname(bridge), bridge)?;
     let drop = vec![Expr::Verdict(Verdict::Drop)];
+    let rule = |chain, exprs: &[Vec<Expr>]| Object::Rule { chain, exprs: exprs.concat() };
     let mut rules = Vec::new();
     if matches!(ingress, Ingress::Isolated(_)) {
-        rules.push((STAGE_1, [from_bridge.clone(), to_bridge.clone(), drop.clone()].concat()));
+        rules.push(rule(STAGE_1, &[from_bridge.clone(), to_bridge.clone(), drop.clone()]));
     }
-    rules.push((STAGE_1, [from_bridge, not(to_bridge.clone()), vec![jump(STAGE_2)]].concat()));
-    rules.push((STAGE_2, [to_bridge, drop].concat()));
+    rules.push(rule(STAGE_1, &[from_bridge, not(to_bridge.clone()), vec![jump(STAGE_2)]]));
+    rules.push(rule(STAGE_2, &[to_bridge, drop]));
     Ok(rules)
 }
 
@@ -195,9 +170,24 @@ fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     }
 }
 
+/// Returns the chains that lead to the rules of `addresses`, each with the addresses: `admin_chain`
+/// for those whose packets it sees, [`EntryChain::own`] for the others. No group is empty.
+fn by_entry_chain(
+    addresses: &[OwnedAddress],
+    admin_chain: Option<&EntryChain>,
+) -> Vec<(EntryChain, Vec<OwnedAddress>)> {
+    let is_in_admin_chain = |owned: &OwnedAddress| admin_chain.is_some_and(|chain| chain.sees(owned.address));
+    let (in_admin_chain, in_own) = addresses.iter().cloned().partition(is_in_admin_chain);
+    let mut groups: Vec<(EntryChain, Vec<OwnedAddress>)> = Vec::new();
+    groups.extend(admin_chain.map(|chain| (chain.clone(), in_admin_chain)));
+    groups.push((EntryChain::own(), in_own));
+    groups.retain(|(_, group)| !group.is_empty());
+    groups
+}
+
 /// Makes `addresses` the only addresses of the attachment `owner`, in one transaction. Removes the
-/// [outdated records](owner::outdated_records) of `addresses`. Sets `written.changed` to true if an
-/// address may have been recorded, and `written.replaced`, even on an error.
+/// [outdated records](super::owner::outdated_records) of `addresses`. Fills in `written`, even on
+/// an error.
 ///
 /// # Errors
 /// - ENOENT: the chain `admin_chain` does not exist.
@@ -209,50 +199,34 @@ pub(super) fn ensure(
     admin_chain: Option<&EntryChain>,
     written: &mut Written,
 ) -> Result<()> {
-    let own_chain = EntryChain::own();
-    let groups = by_entry_chain(addresses, admin_chain, &own_chain);
     check_exists(nft, admin_chain)?;
+    let groups = by_entry_chain(addresses, admin_chain);
     let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let (mut recorded_count, mut recorded_in) = (0, Vec::new());
-        for owners in list_records(nft)?.owners {
-            let table = owners.table();
-            let mut wanted_here: Vec<OwnedAddress> = Vec::new();
-            for (_, group) in groups.iter().filter(|(entry_chain, _)| entry_chain.table() == table) {
-                wanted_here.extend(group.iter().copied().cloned());
-            }
-            let records = owners.find(nft, Some(owner), addresses.iter().map(|owned| owned.address), true)?;
-            let recorded: Vec<OwnedAddress> = records.iter().map(|record| record.owned.clone()).collect();
-            recorded_count += wanted_here.iter().filter(|owned| recorded.contains(owned)).count();
-            let outdated = owner::outdated_records(recorded.clone(), owner, addresses)?;
-            written.replaced |= !outdated.is_empty() || recorded.iter().any(|owned| owned.owner == owner);
-            let is_removed = |record: &Record| {
-                (record.owned.owner == owner && !wanted_here.contains(&record.owned))
-                    || outdated.contains(&record.owned)
-            };
-            let removed: Vec<Record> = records.into_iter().filter(is_removed).collect();
-            remove_addresses(nft, batch, &owners, &removed, &wanted_here)?;
-            recorded_in.push((owners, recorded));
-        }
+        let mut chains = list_record_chains(nft)?;
+        chains.retain(|chain| chain.name == OWNERS);
         for (entry_chain, group) in &groups {
-            let is_in_table = |(owners, _): &&(OwnersChain, _)| owners.table() == entry_chain.table();
-            let recorded = recorded_in.iter().find(is_in_table).map_or(&[][..], |(_, recorded)| recorded);
-            add_addresses(nft, batch, entry_chain, group, recorded)?;
+            add_shared_chains(nft, batch, entry_chain, group)?;
+            if !chains.iter().any(|chain| chain.table() == entry_chain.table()) {
+                chains.push(RecordChain::new(entry_chain.table(), OWNERS, objects));
+            }
         }
-        written.changed |= recorded_count < addresses.len();
+        for chain in chains {
+            let group = groups.iter().find(|(entry_chain, _)| entry_chain.table() == chain.table());
+            let in_table = group.map_or(&[][..], |(_, group)| group);
+            chain.ensure(nft, batch, &Wanted { owner, addresses, in_table }, written)?;
+        }
         Ok(())
     };
     engine::change(nft, plan).map(drop)
 }
 
-/// Adds to `batch` all that is missing in the table of `entry_chain`: the chains, sets and rules
-/// that all containers share, and the elements and rules for `addresses`, of which the table has
-/// records of `recorded`.
-fn add_addresses(
+/// Adds to `batch` what is missing in the table of `entry_chain` of the chains, sets and rules that
+/// all containers share, for these addresses and those that have records.
+fn add_shared_chains(
     nft: &mut Nft,
     batch: &mut Batch,
     entry_chain: &EntryChain,
-    addresses: &[&OwnedAddress],
-    recorded: &[OwnedAddress],
+    addresses: &[OwnedAddress],
 ) -> Result<()> {
     let table = entry_chain.table();
     if entry_chain.is_in_own_table() {
@@ -265,18 +239,18 @@ fn add_addresses(
         nft.add_missing_chain(batch, table, chain)?;
     }
     for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
-        let (set, kind) = set_of(sample);
-        batch.ensure_set(table, set, kind);
+        let (set, kind) = set_of(PODS, sample);
+        batch.ensure_set(table, &set, kind);
     }
-    let required = Accepted::required_by(addresses.iter().copied());
+    let required = Accepted::required_by(addresses);
     if find_accepted(nft, entry_chain)?.is_none_or(|accepted| accepted < required) {
         // Another program may have changed rules that other containers need.
-        let all: Vec<OwnedAddress> = nft.rules(table, OWNERS)?.iter().filter_map(read_owner_rule).collect();
-        let required = required.max(Accepted::required_by(&all));
+        let all = RecordChain::find(nft, table, OWNERS, objects)?.records(nft)?;
+        let required = required.max(Accepted::required_by(all.iter().map(|record| &record.owned)));
         if required == Accepted::Redirected {
             for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
-                let (set, kind) = redirected_set_of(sample);
-                batch.ensure_set(table, set, kind);
+                let (set, kind) = set_of(REDIRECTED, sample);
+                batch.ensure_set(table, &set, kind);
             }
         }
         batch.flush_chain(table, CNI_FORWARD);
@@ -286,38 +260,6 @@ fn add_addresses(
     }
     if !leads_to_forward(nft, entry_chain)? {
         batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));
-    }
-    add_elements(nft, batch, table, addresses, recorded)
-}
-
-/// Adds to `batch` the missing elements and rules for `addresses`. `recorded` are the addresses in
-/// `table`. The chains and sets that all containers share must exist there, or `batch` must create
-/// them.
-fn add_elements(
-    nft: &mut Nft,
-    batch: &mut Batch,
-    table: Table<'_>,
-    addresses: &[&OwnedAddress],
-    recorded: &[OwnedAddress],
-) -> Result<()> {
-    let mut isolation: Vec<(&str, Vec<Expr>)> = Vec::new();
-    for owned in addresses {
-        if !recorded.contains(owned) {
-            batch.append_rule(table, OWNERS, &owner_rule(table, owned)?);
-        }
-        for (set, address) in elements(owned) {
-            batch.ensure_element(table, set, address);
-        }
-        for rule in isolation_rules(&owned.ingress)? {
-            if !isolation.contains(&rule) {
-                isolation.push(rule);
-            }
-        }
-    }
-    for (chain, exprs) in isolation {
-        if !nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == exprs) {
-            batch.append_rule(table, chain, &Rule::new(exprs));
-        }
     }
     Ok(())
 }
@@ -346,94 +288,27 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     Ok(false)
 }
 
-/// Adds to `batch` the removal of the selected attachments' addresses from all tables, and of their
-/// egress rules.
-pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
-    let selected = filter.owners(owner::NAME);
-    let records = list_records(nft)?;
-    for owners in &records.owners {
-        let mut found = match filter {
-            AttachmentFilter::One { .. } => {
-                let owner = selected.beginnings.first().map(String::as_str);
-                owners.find(nft, owner, std::iter::empty(), false)?
+/// Returns the chains of records in all tables, those of [`egress`] too: an earlier configuration
+/// may have named an administrator's chain in another table.
+pub(crate) fn list_record_chains(nft: &mut Nft) -> Result<Vec<RecordChain>> {
+    let mut chains = Vec::new();
+    for family in FAMILIES {
+        for name in nft.tables(family)? {
+            let table = Table { family, name: &name };
+            chains.push(RecordChain::find(nft, table, OWNERS, objects)?);
+            if table == egress::TABLE {
+                chains.push(egress::find_records(nft)?);
             }
-            AttachmentFilter::Garbage { .. } => owners.records(nft)?,
-        };
-        found.retain(|record| selected.contains(&record.owned.owner));
-        remove_addresses(nft, batch, owners, &found, &[])?;
-    }
-    if records.has_egress {
-        egress::purge(nft, batch, &|owned| selected.contains(&owned.owner))?;
-    }
-    Ok(())
-}
-
-/// Adds to `batch` the removal of the records `removed` of `owners`, and of the set elements and
-/// isolation rules in the same table that no remaining record requires. The addresses in `staying`,
-/// which the caller adds to the table, count as remaining records.
-fn remove_addresses(
-    nft: &mut Nft,
-    batch: &mut Batch,
-    owners: &OwnersChain,
-    removed: &[Record],
-    staying: &[OwnedAddress],
-) -> Result<()> {
-    if removed.is_empty() {
-        return Ok(());
-    }
-    let table = owners.table();
-    for record in removed {
-        batch.delete_rule(table, OWNERS, record.handle);
-    }
-    let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.handle).collect();
-    let remaining = |records: Vec<Record>| {
-        let kept = records.into_iter().filter(|record| !removed_handles.contains(&record.handle));
-        staying.iter().cloned().chain(kept.map(|record| record.owned)).collect::<Vec<OwnedAddress>>()
-    };
-    let addresses = removed.iter().map(|record| record.owned.address);
-    let same_addresses = remaining(owners.find(nft, None, addresses, false)?);
-    let required: BTreeSet<(&str, IpAddr)> = same_addresses.iter().flat_map(elements).collect();
-    for (set, address) in removed.iter().flat_map(|record| elements(&record.owned)).collect::<BTreeSet<_>>() {
-        if !required.contains(&(set, address)) && nft.has_element(table, set, address)? {
-            batch.delete_element(table, set, address);
         }
     }
-    remove_isolation(nft, batch, owners, remaining)
-}
-
-/// Adds to `batch` the removal of the isolation rules in the table of `owners` that no remaining
-/// record requires. `remaining` returns those of all records.
-fn remove_isolation(
-    nft: &mut Nft,
-    batch: &mut Batch,
-    owners: &OwnersChain,
-    remaining: impl Fn(Vec<Record>) -> Vec<OwnedAddress>,
-) -> Result<()> {
-    let table = owners.table();
-    let mut existing = Vec::new();
-    for chain in [STAGE_1, STAGE_2] {
-        existing.extend(nft.rules(table, chain)?.into_iter().map(|listed| (chain, listed)));
-    }
-    // Without isolation, the other records, which can be many, are not read.
-    if existing.is_empty() {
-        return Ok(());
-    }
-    let mut required = Vec::new();
-    for ingress in remaining(owners.records(nft)?).iter().map(|owned| &owned.ingress).collect::<BTreeSet<_>>() {
-        required.extend(isolation_rules(ingress)?);
-    }
-    for (chain, listed) in existing {
-        if !required.iter().any(|(required, exprs)| *required == chain && *exprs == listed.rule.exprs) {
-            batch.delete_rule(table, chain, listed.handle);
-        }
-    }
-    Ok(())
+    chains.retain(|chain| chain.chain.is_some());
+    Ok(chains)
 }
 
 /// Whether a table records an address of the attachment `owner`.
 pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
-    for owners in list_records(nft)?.owners {
-        let records = owners.find(nft, Some(owner), std::iter::empty(), false)?;
+    for chain in list_record_chains(nft)?.iter().filter(|chain| chain.name == OWNERS) {
+        let records = chain.search(nft, Some(owner), std::iter::empty(), false)?;
         if records.iter().any(|record| record.owned.owner == owner) {
             return Ok(true);
         }
@@ -470,6 +345,39 @@ pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
         return Ok(());
     }
     let mut batch = Batch::new();
-    add_addresses(&mut nft, &mut batch, entry_chain, &[], &[])?;
+    add_shared_chains(&mut nft, &mut batch, entry_chain, &[])?;
     nft.rehearse(batch)
+}
+
+/// Returns a sentence for each missing element or rule of `addresses`; empty if none is missing.
+pub(super) fn check(
+    nft: &mut Nft,
+    addresses: &[OwnedAddress],
+    admin_chain: Option<&EntryChain>,
+) -> Result<Vec<String>> {
+    let mut missing = Vec::new();
+    for (entry_chain, group) in by_entry_chain(addresses, admin_chain) {
+        let table = entry_chain.table();
+        if find_accepted(nft, &entry_chain)?.is_none_or(|accepted| accepted < Accepted::required_by(&group)) {
+            missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
+            continue;
+        }
+        let is_hooked_in = match nft.find_chain(table, &entry_chain.chain)? {
+            // How the administrator's chain is reached is not checked.
+            Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(OWN_CHAIN_HOOK),
+            None => false,
+        };
+        if !is_hooked_in || !leads_to_forward(nft, &entry_chain)? {
+            missing.push(format!("nft chain {table} {} does not lead to {CNI_FORWARD}", entry_chain.chain));
+        }
+        for owned in &group {
+            for object in objects(owned)? {
+                let sentence = object.lack(table, &owned.ingress);
+                if !object.exists(nft, table)? && !missing.contains(&sentence) {
+                    missing.push(sentence);
+                }
+            }
+        }
+    }
+    Ok(missing)
 }

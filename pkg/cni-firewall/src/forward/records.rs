@@ -1,0 +1,313 @@
+//! Writes and removes records in nf_tables, and all objects that the records require.
+//!
+//! A record is a rule without a verdict that names the owner and the policy of an address. Other
+//! rules, and elements of sets, exist while a record requires them.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use cni_linux::error::Result;
+use cni_linux::route;
+
+use super::iptables::read_record;
+use super::nftables::{match_family, require_match};
+use super::owner::{self, Ingress, OwnedAddress};
+use super::{Written, egress};
+use crate::iptables::rule_in_words;
+use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
+use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, Table};
+use crate::owner::AttachmentFilter;
+
+/// Returns the rule without a verdict that records the owner and the policy of an address. The
+/// address as the destination too means that redirected connections are accepted.
+fn record_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule> {
+    let mut exprs = [match_family(table, owned.address), saddr(owned.address)].concat();
+    if owned.accepts_redirected {
+        exprs.extend(daddr(owned.address));
+    }
+    if let Some(bridge) = owned.ingress.bridge() {
+        let to_bridge = require_match(oifname(bridge), bridge)?;
+        exprs.extend(require_match(iifname(bridge), bridge)?);
+        exprs.extend(if matches!(owned.ingress, Ingress::Isolated(_)) { to_bridge } else { not(to_bridge) });
+    }
+    Ok(Rule::new(exprs).with_comment(owned.owner.clone()))
+}
+
+/// Reads a rule that [`record_rule`] has written; `None` for other rules.
+fn read(listed: &Listed) -> Option<OwnedAddress> {
+    // The rule does not name its family. Decoded for the wrong family, it has no address.
+    let families = [route::Family::V4, route::Family::V6];
+    families.into_iter().find_map(|family| read_record(&rule_in_words(family, listed.clone())))
+}
+
+/// Returns the keys of a record in the index of its chain. A rule that is not a record has only
+/// that of its comment.
+fn keys(listed: &Listed) -> Vec<Key> {
+    let comment = Key::comment(listed.rule.comment.as_deref().unwrap_or_default());
+    std::iter::once(comment).chain(read(listed).map(|owned| Key::address(owned.address))).collect()
+}
+
+/// An object in the table of a record that exists while a record requires it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Object {
+    /// An element of a set.
+    Element { set: String, address: IpAddr },
+    /// A rule of a chain.
+    Rule { chain: &'static str, exprs: Vec<Expr> },
+    /// The chain of a network's egress rules, its sets, and the rules that lead to it. The feature
+    /// adds them.
+    Egress { chain: String },
+}
+
+impl Object {
+    /// Whether the object exists.
+    pub(super) fn exists(&self, nft: &mut Nft, table: Table<'_>) -> Result<bool> {
+        match self {
+            Object::Element { set, address } => nft.has_element(table, set, *address),
+            Object::Rule { chain, exprs } => {
+                Ok(nft.rules(table, chain)?.iter().any(|listed| listed.rule.exprs == *exprs))
+            }
+            Object::Egress { chain } => Ok(nft.find_chain(table, chain)?.is_some()),
+        }
+    }
+
+    /// Returns the sentence that reports that the object is missing. `ingress` is the policy of the
+    /// address that requires it.
+    pub(super) fn lack(&self, table: Table<'_>, ingress: &Ingress) -> String {
+        match self {
+            Object::Element { set, address } => format!("nft set {table} {set} lacks {address}"),
+            Object::Rule { chain, .. } => {
+                // Only a policy with a bridge requires rules.
+                let (bridge, policy) = (ingress.bridge().unwrap_or_default(), ingress.name());
+                format!("nft chain {table} {chain} lacks the rule of bridge {bridge} for ingressPolicy {policy}")
+            }
+            Object::Egress { chain } => format!("nft chain {table} {chain} is missing"),
+        }
+    }
+
+    /// Adds the object to `batch` unless it exists. Its set or its chain must exist, or `batch`
+    /// must create them.
+    fn ensure(&self, nft: &mut Nft, batch: &mut Batch, table: Table<'_>) -> Result<()> {
+        match self {
+            Object::Element { set, address } => batch.ensure_element(table, set, *address),
+            Object::Rule { chain, exprs } if !self.exists(nft, table)? => {
+                batch.append_rule(table, chain, &Rule::new(exprs.clone()));
+            }
+            Object::Rule { .. } | Object::Egress { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// Adds the removal of the object to `batch`, if it exists.
+    fn purge(&self, nft: &mut Nft, batch: &mut Batch, table: Table<'_>) -> Result<()> {
+        match self {
+            Object::Element { set, address } if nft.has_element(table, set, *address)? => {
+                batch.delete_element(table, set, *address);
+            }
+            Object::Element { .. } => {}
+            Object::Rule { chain, exprs } => {
+                for listed in nft.rules(table, chain)?.iter().filter(|listed| listed.rule.exprs == *exprs) {
+                    batch.delete_rule(table, chain, listed.handle);
+                }
+            }
+            Object::Egress { chain } => egress::remove_network(nft, batch, chain)?,
+        }
+        Ok(())
+    }
+}
+
+/// A record.
+pub(crate) struct Record {
+    handle: u64,
+    pub(crate) owned: OwnedAddress,
+}
+
+impl Record {
+    fn read(listed: &Listed) -> Option<Record> {
+        Some(Record { handle: listed.handle, owned: read(listed)? })
+    }
+}
+
+/// The addresses that an ADD records.
+pub(super) struct Wanted<'a> {
+    /// The name of the attachment.
+    pub(super) owner: &'a str,
+    /// All its addresses.
+    pub(super) addresses: &'a [OwnedAddress],
+    /// Those that the table has a record of.
+    pub(super) in_table: &'a [OwnedAddress],
+}
+
+/// How many addresses are searched for. For more, every record is read, because each record that is
+/// found by the chain's index is a request.
+const SEARCHED_MAX: usize = 16;
+
+/// A chain of records.
+pub(crate) struct RecordChain {
+    family: Family,
+    table: String,
+    pub(crate) name: &'static str,
+    /// `None` if it does not exist.
+    pub(super) chain: Option<Chain>,
+    /// Returns the objects that a record requires.
+    objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
+}
+
+impl RecordChain {
+    /// Returns a chain that does not exist.
+    pub(super) fn new(
+        table: Table<'_>,
+        name: &'static str,
+        objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
+    ) -> RecordChain {
+        RecordChain { family: table.family, table: table.name.to_owned(), name, chain: None, objects }
+    }
+
+    /// Looks the chain up.
+    pub(super) fn find(
+        nft: &mut Nft,
+        table: Table<'_>,
+        name: &'static str,
+        objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
+    ) -> Result<RecordChain> {
+        Ok(RecordChain { chain: nft.find_chain(table, name)?, ..RecordChain::new(table, name, objects) })
+    }
+
+    pub(crate) fn table(&self) -> Table<'_> {
+        Table { family: self.family, name: &self.table }
+    }
+
+    /// Returns the records of all attachments.
+    pub(crate) fn records(&self, nft: &mut Nft) -> Result<Vec<Record>> {
+        let Some(chain) = &self.chain else { return Ok(Vec::new()) };
+        Ok(nft.rules(self.table(), &chain.name)?.iter().filter_map(Record::read).collect())
+    }
+
+    /// Returns the records of the attachment `owner` and those of the addresses. The result can
+    /// contain some other records too. Of a long chain only these are read, unless they are many.
+    /// `appends` says whether the caller appends records that are not found.
+    pub(super) fn search(
+        &self,
+        nft: &mut Nft,
+        owner: Option<&str>,
+        addresses: impl ExactSizeIterator<Item = IpAddr>,
+        appends: bool,
+    ) -> Result<Vec<Record>> {
+        let Some(chain) = self.chain.as_ref().filter(|_| addresses.len() <= SEARCHED_MAX) else {
+            return self.records(nft);
+        };
+        let wanted: Vec<Key> = owner.map(Key::comment).into_iter().chain(addresses.map(Key::address)).collect();
+        let search = Search { keys_of: keys, appended: &[], wanted: &wanted, reads_all_if_missing: !appends };
+        let rules = nft.rules_with_keys(self.table(), chain, search)?;
+        Ok(rules.iter().filter_map(Record::read).collect())
+    }
+
+    /// Adds to `batch` the changes after which the table has exactly the `wanted` records of the
+    /// attachment, and none of the [outdated ones](owner::outdated_records) of its addresses. Sets
+    /// the fields of `written`. The chain must exist, or `batch` must create it.
+    pub(super) fn ensure(
+        &self,
+        nft: &mut Nft,
+        batch: &mut Batch,
+        wanted: &Wanted<'_>,
+        written: &mut Written,
+    ) -> Result<()> {
+        let Wanted { owner, addresses, in_table } = wanted;
+        let records = self.search(nft, Some(owner), addresses.iter().map(|owned| owned.address), true)?;
+        let outdated = owner::outdated_records(records.iter().map(|record| record.owned.clone()), owner, addresses)?;
+        let is_own = |record: &Record| record.owned.owner == *owner;
+        written.replaced |= !outdated.is_empty() || records.iter().any(is_own);
+        let is_replaced = |record: &&Record| is_own(record) && !in_table.contains(&record.owned);
+        let removed = records.iter().filter(|record| is_replaced(record) || outdated.contains(&record.owned));
+        self.remove(nft, batch, &removed.collect::<Vec<&Record>>(), in_table)?;
+        written.changed |= self.add(nft, batch, &records, in_table)?;
+        Ok(())
+    }
+
+    /// Adds the removal of the selected attachments' records to `batch`.
+    pub(super) fn purge(&self, nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
+        let selected = filter.owners(owner::NAME);
+        let records = match filter {
+            AttachmentFilter::One { .. } => {
+                self.search(nft, selected.beginnings.first().map(String::as_str), std::iter::empty(), false)?
+            }
+            AttachmentFilter::Garbage { .. } => self.records(nft)?,
+        };
+        let removed = records.iter().filter(|record| selected.contains(&record.owned.owner));
+        self.remove(nft, batch, &removed.collect::<Vec<&Record>>(), &[])
+    }
+
+    /// Adds to `batch` the removal of the records `removed`, and of the objects that neither a
+    /// remaining record nor `staying`, which the caller adds, requires.
+    pub(super) fn remove(
+        &self,
+        nft: &mut Nft,
+        batch: &mut Batch,
+        removed: &[&Record],
+        staying: &[OwnedAddress],
+    ) -> Result<()> {
+        for record in removed {
+            batch.delete_rule(self.table(), self.name, record.handle);
+        }
+        for object in self.unneeded_objects(nft, removed, staying)? {
+            object.purge(nft, batch, self.table())?;
+        }
+        Ok(())
+    }
+
+    /// Adds to `batch` the records of `wanted` that are not among `records`, and the missing
+    /// objects that `wanted` requires. Returns whether a record is missing.
+    pub(super) fn add(
+        &self,
+        nft: &mut Nft,
+        batch: &mut Batch,
+        records: &[Record],
+        wanted: &[OwnedAddress],
+    ) -> Result<bool> {
+        let (mut is_missing, mut ensured) = (false, BTreeSet::new());
+        for owned in wanted {
+            if !records.iter().any(|record| record.owned == *owned) {
+                batch.append_rule(self.table(), self.name, &record_rule(self.table(), owned)?);
+                is_missing = true;
+            }
+            for object in (self.objects)(owned)? {
+                if ensured.insert(object.clone()) {
+                    object.ensure(nft, batch, self.table())?;
+                }
+            }
+        }
+        Ok(is_missing)
+    }
+
+    /// Returns the objects that only the records `removed` require: neither `staying` nor another
+    /// record does.
+    fn unneeded_objects(
+        &self,
+        nft: &mut Nft,
+        removed: &[&Record],
+        staying: &[OwnedAddress],
+    ) -> Result<BTreeSet<Object>> {
+        let mut objects = BTreeSet::new();
+        for record in removed {
+            objects.extend((self.objects)(&record.owned)?);
+        }
+        if objects.is_empty() {
+            return Ok(objects);
+        }
+        // Only records of the same address require an element. Any other can require another
+        // object.
+        let others = if objects.iter().all(|object| matches!(object, Object::Element { .. })) {
+            self.search(nft, None, removed.iter().map(|record| record.owned.address), false)?
+        } else {
+            self.records(nft)?
+        };
+        let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.handle).collect();
+        let remaining = others.iter().filter(|record| !removed_handles.contains(&record.handle));
+        for owned in remaining.map(|record| &record.owned).chain(staying) {
+            for object in (self.objects)(owned)? {
+                objects.remove(&object);
+            }
+        }
+        Ok(objects)
+    }
+}
