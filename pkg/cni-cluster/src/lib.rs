@@ -10,7 +10,7 @@
 macro_rules! has_defect {
     ($defect:ident) => {{
         #[cfg(test)]
-        let is_on = crate::search::defect() == Some(crate::search::Defect::$defect);
+        let is_on = crate::tests::search::defect() == Some(crate::tests::search::Defect::$defect);
         #[cfg(not(test))]
         let is_on = false;
         is_on
@@ -28,8 +28,6 @@ pub mod ledger;
 pub mod pool;
 pub mod store;
 
-#[cfg(test)]
-mod search;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Tests of the rules, one by one.
 
 use super::*;
-use crate::search::{Defect, with_defect};
+use crate::tests::search::{Defect, with_defect};
 use std::slice;
 
 fn address(text: &str) -> IpAddr {

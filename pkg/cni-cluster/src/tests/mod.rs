@@ -1,7 +1,8 @@
-//! Tests of whole calls against a store in memory.
+//! Tests of whole calls against a store in memory, and a search of all interleavings.
 
 mod failures;
 mod schedules;
+pub(crate) mod search;
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
