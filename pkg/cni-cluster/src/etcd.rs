@@ -106,11 +106,6 @@ impl Store for Etcd<'_> {
         self.client.patience.deadline = deadline;
     }
 
-    fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
-        let found = self.range(&self.pool_key(name), false)?;
-        found.first().map(value).transpose()
-    }
-
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
         let prefix = self.pool_key("");
         let named = |found: &Value| Ok((text(found, "key").trim_start_matches(&prefix).to_owned(), value(found)?));

@@ -107,10 +107,6 @@ impl Store for Kubernetes<'_> {
         self.0.patience.deadline = deadline;
     }
 
-    fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
-        self.read(&format!("ippools/{name}"))?.map(|object| decode(&object["spec"])).transpose()
-    }
-
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
         let name = |object: &Value| object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         self.list("ippools")?.iter().map(|object| Ok((name(object), decode(&object["spec"])?))).collect()

@@ -104,11 +104,14 @@ pub fn default_block_size(addresses: u128) -> u32 {
 /// `pool_of` returns the name and the block size of a range's pool.
 ///
 /// The first block and the step to the next one depend on `seed`, so that the nodes begin at
-/// different blocks, and a node gets the same blocks again.
+/// different blocks, and a node gets the same blocks again. If one of the blocks in `newest` is in
+/// the set, the order begins after the first of them: a node that tried the blocks before it has
+/// found them claimed.
 pub fn candidates<'a>(
     set: &'a RangeSet,
     pool_of: &dyn Fn(&Range) -> (String, u32),
     seed: &str,
+    newest: &[Block],
 ) -> impl Iterator<Item = Block> + use<'a> {
     // The numbers of the first and the last block of each range, divided by the block size.
     let mut spans: Vec<(String, u32, u128, u128)> = Vec::with_capacity(set.ranges().len());
@@ -130,11 +133,23 @@ pub fn candidates<'a>(
     let total = spans.iter().map(|(.., first, last)| count(*first, *last)).fold(0, u128::saturating_add);
     let hash = cni::hash::sha512(&[seed.as_bytes()]);
     let hash_number = |at: usize| hash[at..at + 8].iter().fold(0, |sum, byte| sum << 8 | u128::from(*byte));
-    let (start, mut step) = (hash_number(0) % total, hash_number(8) % total);
+    let mut step = hash_number(8) % total;
     // The step visits all blocks if it has no divisor in common with their number.
     while greatest_common_divisor(step, total) != 1 {
         step += 1;
     }
+    let position = |block: &Block| {
+        let mut before = 0;
+        for (pool, size, first, last) in &spans {
+            let number = number(block.first) / u128::from(*size);
+            if *pool == block.pool && (*first..=*last).contains(&number) {
+                return Some(before + number - first);
+            }
+            before += count(*first, *last);
+        }
+        None
+    };
+    let start = newest.iter().find_map(position).map_or(hash_number(0) % total, |position| position + step);
     let gateways = set.inner_gateways();
     (0..total).filter_map(move |turn| {
         let mut position = (start + turn * step) % total;
@@ -176,7 +191,7 @@ mod tests {
     /// Returns the first addresses of the candidates of blocks of this size, in their order.
     fn firsts(set: &RangeSet, size: u32, seed: &str) -> Vec<String> {
         let pool_of = |range: &Range| (name("", range.subnet()), size);
-        candidates(set, &pool_of, seed).map(|block| block.first.to_string()).collect()
+        candidates(set, &pool_of, seed, &[]).map(|block| block.first.to_string()).collect()
     }
 
     #[test]
@@ -240,6 +255,19 @@ mod tests {
     }
 
     #[test]
+    fn the_order_goes_on_after_the_newest_block() {
+        let set = set(&[("10.61.0.0/24", "10.61.0.9", "10.61.0.40"), ("10.62.0.0/24", "", "")]);
+        let pool_of = |range: &Range| (name("", range.subnet()), 4);
+        let all: Vec<Block> = candidates(&set, &pool_of, "n", &[]).collect();
+        let foreign = Block::of("10.63.0.0-24", 4, address("10.61.0.12"));
+        for at in 0..all.len() {
+            let after: Vec<Block> = candidates(&set, &pool_of, "n", &[foreign.clone(), all[at].clone()]).collect();
+            let (before, rest) = all.split_at(at + 1);
+            assert_eq!(after, [rest, before].concat(), "{}", all[at]);
+        }
+    }
+
+    #[test]
     fn candidates_have_an_address_that_is_not_a_gateway() {
         // .1 is the gateway; .0 and .7 are the subnet's first and last address.
         let eight = firsts(&set(&[("10.61.0.0/29", "", "")]), 1, "n");
@@ -267,7 +295,7 @@ mod tests {
         for (subnet, size) in [("fd00:61::/64", 256), ("::/0", 1)] {
             let set = set(&[(subnet, "", "")]);
             let pool_of = |range: &Range| (name("", range.subnet()), size);
-            let first: BTreeSet<Block> = candidates(&set, &pool_of, "n").take(100).collect();
+            let first: BTreeSet<Block> = candidates(&set, &pool_of, "n", &[]).take(100).collect();
             assert_eq!(first.len(), 100, "{subnet}");
         }
     }

@@ -173,9 +173,6 @@ pub trait Store {
     /// Sets the time until which the following operations may wait, retries included.
     fn set_deadline(&mut self, deadline: Instant);
 
-    /// Returns the pool of this name.
-    fn pool(&mut self, name: &str) -> Answer<Option<Pool>>;
-
     /// Returns the names and contents of all pools.
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>>;
 

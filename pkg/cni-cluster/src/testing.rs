@@ -146,10 +146,6 @@ impl Store for MemoryStore {
         Ok(self.node.clone())
     }
     fn set_deadline(&mut self, _: Instant) {}
-    fn pool(&mut self, name: &str) -> Answer<Option<Pool>> {
-        let name = name.to_owned();
-        self.request("pool", move |memory| memory.pools.get(&name).cloned())
-    }
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
         self.request("pools", |memory| {
             let listed = memory.pools.clone().into_iter().collect();

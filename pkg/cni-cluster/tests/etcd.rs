@@ -112,7 +112,7 @@ fn another_member_answers_for_one_that_is_gone() {
             // The first request may fail, and an election takes some seconds.
             loop {
                 store.set_deadline(Instant::now() + Duration::from_secs(3));
-                let Err(error) = store.pool(POOL) else { break };
+                let Err(error) = store.pools() else { break };
                 assert!(begin.elapsed() < patience(Duration::from_secs(20)), "{error:?}");
                 std::thread::sleep(Duration::from_millis(50));
             }

@@ -8,7 +8,7 @@ use cni_ipam::ranges::RangeSet;
 use super::{Cluster, Obtained};
 use crate::ledger::{Reclaiming, reclaiming};
 use crate::pool::{self, Block};
-use crate::store::{Answer, Claim, NodeState, Reclaim};
+use crate::store::{Answer, Claim, NodeState, Pool, Reclaim};
 
 /// How many claimed blocks an ADD meets before it asks for a list.
 const MAX_REFUSALS: usize = 8;
@@ -21,23 +21,23 @@ impl Cluster<'_> {
     pub(super) fn claim_any(&mut self, set: &RangeSet) -> Answer<Obtained> {
         let node = self.ledger.node.clone();
         let seed = format!("{node}/{}", self.network.name);
-        let candidates = pool::candidates(set, &|range| self.pool_of(range), &seed);
+        let newest: Vec<Block> = self.ledger.entries().iter().rev().map(|entry| entry.block.clone()).collect();
+        let candidates = pool::candidates(set, &|range| self.pool_of(range), &seed, &newest);
         let unknown = candidates.filter(|block| self.ledger.state(block).is_none());
         for block in unknown.take(MAX_REFUSALS).collect::<Vec<_>>() {
-            if self.claim(&block)?.is_none() {
+            if self.claim_free(&block)? {
                 return Ok(Obtained::Changed);
             }
         }
-        let (mut taken, mut rules) = (HashMap::new(), BTreeMap::new());
-        for pool in set.ranges().iter().map(|range| self.network.pool(range)).collect::<BTreeSet<_>>() {
-            for (first, node) in self.ask(|store| store.taken(&pool))? {
+        let pools: BTreeSet<String> = set.ranges().iter().map(|range| self.network.pool(range)).collect();
+        let mut taken = HashMap::new();
+        for pool in &pools {
+            for (first, node) in self.ask(|store| store.taken(pool))? {
                 taken.insert((pool.clone(), first), node);
             }
-            let found = self.ask(|store| store.pool(&pool))?;
-            rules.insert(pool, found.map_or(Reclaim::Never, |pool| pool.reclaim));
         }
         let mut holders: BTreeMap<String, Vec<Block>> = BTreeMap::new();
-        for block in pool::candidates(set, &|range| self.pool_of(range), &seed) {
+        for block in pool::candidates(set, &|range| self.pool_of(range), &seed, &newest) {
             let holder = match taken.remove(&(block.pool.clone(), block.first)) {
                 _ if self.ledger.state(&block).is_some() => node.clone(),
                 Some(holder) => holder,
@@ -50,11 +50,19 @@ impl Cluster<'_> {
         }
         let mut marks = Vec::new();
         for (holder, blocks) in holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node) {
+        // Claims in this node's name that the ledger lacks: of another network, of another machine, or
+        // of a call whose answer or ledger was lost.
+        for block in holders.get(&node).cloned().unwrap_or_default() {
+            if self.ledger.state(&block).is_none() && self.claim(&block)?.is_none() {
+                return Ok(Obtained::Changed);
+            }
+        }
+        let rules: HashMap<String, Pool> = self.ask(|store| store.pools())?.into_iter().collect();
             let state = self.ask(|store| store.node_state(holder))?;
             for block in blocks.iter().filter(|_| matches!(state, NodeState::Absent(_))) {
                 let found = self.ask(|store| store.get(&block.pool, block.first))?;
                 let Some((claim, version)) = found.filter(|(claim, _)| claim.node == *holder) else { continue };
-                match reclaiming(&claim, rules[&block.pool], &state) {
+                match reclaiming(&claim, rules.get(&block.pool).map_or(Reclaim::Never, |pool| pool.reclaim), &state) {
                     Reclaiming::Leave => marks.extend(claim.absent_since),
                     Reclaiming::Mark(since) => {
                         marks.push(since.clone());
@@ -70,7 +78,7 @@ impl Cluster<'_> {
                 }
             }
         }
-        Ok(Obtained::Exhausted(exhausted_text(rules.into_keys().collect(), &holders, &marks)))
+        Ok(Obtained::Exhausted(exhausted_text(pools.into_iter().collect(), &holders, &marks)))
     }
 }
 

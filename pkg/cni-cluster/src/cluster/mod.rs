@@ -27,9 +27,7 @@ use cni_linux::flock::{self, Limit};
 
 use crate::ledger::{Action, Entry, Holder, Host, Ledger, Seen, State};
 use crate::pool::{self, Block};
-use crate::store::{
-    Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Reclaim, Store, Swapped, Version, repeat,
-};
+use crate::store::{Answer, Claim, Created, Deleted, NodeState, Pool, Reclaim, Store, Swapped, Version, repeat};
 
 /// How long a call that can do without the store waits for it.
 const SHORT_WAIT: Duration = Duration::from_secs(1);
@@ -359,39 +357,36 @@ impl<'a> Cluster<'a> {
 
     /// Records the block size of a pool, and creates the pool if it does not exist.
     fn ensure_pool(&mut self, name: String, subnet: Cidr) -> Answer<()> {
-        let pools = self.ask(|store| store.pools())?;
-        let block_size = match pools.iter().find(|(other, _)| *other == name) {
-            Some((_, pool)) => pool.block_size,
-            None => self.create_pool(&name, subnet, &pools)?,
+        let block_size = loop {
+            let pools = self.ask(|store| store.pools())?;
+            if let Some((_, pool)) = pools.iter().find(|(other, _)| *other == name) {
+                break pool.block_size;
+            }
+            let pool = self.new_pool(&name, subnet, &pools)?;
+            // If another node creates it at the same moment, that one may have another block size.
+            if let Created::Created(_) = self.ask(|store| store.create_pool(&name, &pool))? {
+                break pool.block_size;
+            }
         };
         self.network.check_block_size(&name, subnet, block_size)?;
         self.ledger.pools.insert(name, block_size);
         Ok(())
     }
 
-    /// Creates a pool that is not in `pools`, unless another node creates it at the same moment.
-    /// Returns its block size.
-    fn create_pool(&mut self, name: &str, subnet: Cidr, pools: &[(String, Pool)]) -> Answer<u32> {
+    /// Returns a pool that is not in `pools`.
+    fn new_pool(&self, name: &str, subnet: Cidr, pools: &[(String, Pool)]) -> Result<Pool> {
         let overlaps = |(other, pool): &&(String, Pool)| {
             pool::name(self.network.layer2, pool.subnet) == *other
                 && (pool.subnet.contains(subnet.address()) || subnet.contains(pool.subnet.address()))
         };
         if let Some((other, _)) = pools.iter().find(overlaps) {
             let why = "addresses would be given out twice; use the same subnet, or another layer2";
-            return Err(Error::new(Code::CONFLICT, format!("pool {name} overlaps pool {other}: {why}")).into());
+            return Err(Error::new(Code::CONFLICT, format!("pool {name} overlaps pool {other}: {why}")));
         }
         let default_size = pool::default_block_size(self.network.addresses(subnet));
         let block_size = self.network.block_size.unwrap_or(default_size);
         self.network.check_block_size(name, subnet, block_size)?;
-        let pool = Pool { subnet, block_size, reclaim: Reclaim::default() };
-        match self.ask(|store| store.create_pool(name, &pool))? {
-            Created::Created(_) => Ok(block_size),
-            // Another node may have chosen another size.
-            Created::Exists => {
-                let gone = || Failure::Unknown(format!("pool {name} was created and deleted"));
-                Ok(self.ask(|store| store.pool(name))?.ok_or_else(gone)?.block_size)
-            }
-        }
+        Ok(Pool { subnet, block_size, reclaim: Reclaim::default() })
     }
 
     /// Returns the name and the block size of the pool of a range, which the ledger has.
@@ -475,6 +470,26 @@ impl<'a> Cluster<'a> {
 
     /// Claims a block. Returns the holder if it is not this node's.
     fn claim(&mut self, block: &Block) -> Answer<Option<Holder>> {
+    /// Claims a block that the ledger does not have, if it is free. Returns whether it was. Does not
+    /// ask who has it otherwise, which saves a request.
+    fn claim_free(&mut self, block: &Block) -> Answer<bool> {
+        self.ledger.begin_claim(block);
+        self.save()?;
+        let (claim, mut sent) = (self.new_claim(block)?, 0);
+        let created = self.ask(|store| {
+            sent += 1;
+            store.create(&claim)
+        })?;
+        let seen = match created {
+            Created::Created(version) => Seen::Written(version),
+            Created::Exists if sent == 1 => Seen::Taken,
+            // The answer to an earlier request may have been lost.
+            Created::Exists => Seen::Changed,
+        };
+        self.settle(block, seen, &[])?;
+        Ok(matches!(self.ledger.state(block), Some(State::Held(_))))
+    }
+
         if let Some(State::Lost(holder)) = self.ledger.state(block) {
             return Ok(Some(holder.clone()));
         }

@@ -101,6 +101,8 @@ pub enum Seen {
     Unread,
     /// The store refused an operation, because the claim is not as expected.
     Changed,
+    /// The block has a claim, and no request of this call can have made it.
+    Taken,
     /// The block has no claim.
     Absent,
     /// This call has written the claim with this version.
@@ -266,7 +268,9 @@ impl Ledger {
                 (Some(State::Held(held)), Action::Done)
             }
             (_, Seen::Own(version)) if has_defect!(AdoptsWithoutSwap) => (Some(State::Held(version)), Action::Done),
-            (state, Seen::Changed) => (Some(state), Action::Get),
+            // If the claim is this node's and its ledger was lost, the next verification adopts it.
+            (State::Claiming, Seen::Taken) => (None, Action::Done),
+            (state, Seen::Changed | Seen::Taken) => (Some(state), Action::Get),
             (State::Claiming, Seen::Unread) => (Some(State::Claiming), Action::Create),
             (State::Releasing(version), Seen::Unread) => {
                 (Some(State::Releasing(version.clone())), Action::Delete(version))
