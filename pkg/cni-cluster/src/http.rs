@@ -38,6 +38,8 @@ pub(crate) struct Response {
     pub(crate) status: u16,
     /// The server's time in seconds since 1970.
     pub(crate) date: Option<u64>,
+    /// After how many seconds the server wants the request again (`Retry-After`).
+    retry_after: Option<u32>,
     /// Whether the connection can be used for another request.
     is_reusable: bool,
     pub(crate) body: Vec<u8>,
@@ -57,8 +59,9 @@ impl Response {
         let text: String =
             text.map_or_else(|| String::from_utf8_lossy(&self.body), Cow::from).chars().take(400).collect();
         let msg = format!("{}: HTTP {}: {}", self.request, self.status, text.trim());
-        match self.status {
-            408 | 429 | 500.. => Failure::Unknown(msg),
+        match (self.status, self.retry_after) {
+            (429 | 503, Some(seconds)) => Failure::Busy(msg, Duration::from_secs(seconds.into())),
+            (408 | 429 | 500.., _) => Failure::Unknown(msg),
             _ => Failure::Refused(Error::new(Code::REFUSED, msg)),
         }
     }
@@ -170,7 +173,7 @@ impl<'m> Client<'m> {
             Ok(response) => Ok(Response { request: url, ..response }),
             Err(error) => {
                 self.conf.endpoints.rotate_left(1);
-                Err(failure(&url, error))
+                Err(failure(url, &self.conf.credentials, error))
             }
         }
     }
@@ -224,11 +227,15 @@ pub(crate) fn decode<T: DeserializeOwned>(record: &Value) -> Answer<T> {
 }
 
 /// Returns the failure of a connection. The rejection of a certificate does not pass.
-fn failure(doing: &str, error: io::Error) -> Failure {
+fn failure(mut doing: String, credentials: &Credentials, error: io::Error) -> Failure {
     use rustls::Error::{AlertReceived, InvalidCertificate};
     match error.get_ref().and_then(|cause| cause.downcast_ref()) {
         Some(InvalidCertificate(_)) => {}
-        Some(AlertReceived(alert)) if *alert != AlertDescription::InternalError => {}
+        Some(AlertReceived(alert)) if *alert != AlertDescription::InternalError => {
+            if let Credentials::Certificate(file, _) = credentials {
+                doing += &format!(" with {}", file.display());
+            }
+        }
         _ => return Failure::Unknown(format!("{doing}: {error}")),
     }
     Failure::Refused(Error::caused(Code::REFUSED, doing, error))
@@ -255,6 +262,7 @@ pub(crate) fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
             "transfer-encoding" => is_chunked = value.eq_ignore_ascii_case("chunked"),
             "connection" => closes = value.eq_ignore_ascii_case("close"),
             "date" => response.date = parse_date(value),
+            "retry-after" => response.retry_after = value.parse().ok(),
             _ => {}
         }
     }

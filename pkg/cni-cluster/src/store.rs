@@ -70,6 +70,8 @@ pub enum Failure {
     /// The operation may have taken effect, or may yet: no answer in time, a lost connection, or an
     /// error that passes. The text names what was tried and the last answer.
     Unknown(String),
+    /// The same, and the store asks to repeat the operation only after this time.
+    Busy(String, Duration),
     /// The store refuses, and repeating does not help (code 103), or what the call needs cannot be
     /// read (code 5 or 7).
     Refused(Error),
@@ -85,7 +87,7 @@ impl From<Error> for Failure {
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Error {
         match failure {
-            Failure::Unknown(text) => Error::new(Code::TRY_AGAIN, text),
+            Failure::Unknown(text) | Failure::Busy(text, _) => Error::new(Code::TRY_AGAIN, text),
             Failure::Refused(error) => error,
         }
     }
@@ -139,7 +141,8 @@ pub enum NodeState {
 const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 0 } else { 100 });
 
 /// Repeats an operation until its outcome is known, the deadline has come or a signal has arrived.
-/// Each operation may be repeated: it names the version that it means, or creates one record.
+/// Each operation may be repeated: it names the version that it means, or creates one record. Gives
+/// up at once if the store asks for a pause beyond the deadline.
 ///
 /// # Errors
 /// The last failure. The text of an unknown outcome has the length of the limit.
@@ -150,17 +153,21 @@ pub fn repeat<T>(
     mut operation: impl FnMut(&mut dyn Store) -> Answer<T>,
 ) -> Answer<T> {
     loop {
-        let last = match operation(store) {
-            Err(Failure::Unknown(last)) => last,
+        let (last, pause) = match operation(store) {
+            Err(Failure::Unknown(last)) => (last, PAUSE),
+            Err(Failure::Busy(last, pause)) => (last, pause.max(PAUSE)),
             answer => return answer,
         };
-        if machine.terminated() {
-            return Err(Failure::Unknown(format!("{last}; interrupted by a signal")));
-        }
-        if machine.now() + PAUSE >= limit.deadline {
+        let end = machine.now() + pause;
+        if end >= limit.deadline {
             return Err(Failure::Unknown(format!("{last}; gave up after {:.1} s", limit.length.as_secs_f32())));
         }
-        std::thread::sleep(PAUSE);
+        while machine.now() < end {
+            if machine.terminated() {
+                return Err(Failure::Unknown(format!("{last}; interrupted by a signal")));
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 

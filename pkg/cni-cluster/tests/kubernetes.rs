@@ -7,10 +7,13 @@
 
 mod common;
 
+use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cni_cluster::conf::Conf;
-use cni_cluster::store::{Claim, Created, Deleted, NodeState, Store, Swapped, Version};
+use cni_cluster::store::{Claim, Created, Deleted, NodeState, Store, Swapped, Version, repeat};
+use cni_linux::flock::Limit;
 use cni_testkit::cluster::{ApiServer, Authority, Fault};
 use cni_testkit::{patience, unprovoked};
 use common::{
@@ -192,6 +195,40 @@ fn statuses_that_pass_are_unknown() {
 }
 
 #[test]
+fn a_busy_server_is_asked_again_after_the_time_it_names() {
+    let (server, file, _) = node1();
+    let limit = |milliseconds| {
+        let length = Duration::from_millis(milliseconds);
+        Limit { deadline: Instant::now() + length, length }
+    };
+    for status in [429, 503] {
+        server.take_requests();
+        once(&server, "GET", Fault::Answer(status, "Retry-After: 1\r\n", "busy".to_owned()));
+        let begin = Instant::now();
+        let mut store = open_for(&file, 20_000);
+        repeat(&mut *store, &QUIET, limit(20_000), |store| store.pools()).unwrap();
+        assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
+        assert_eq!(server.take_requests().len(), 2);
+        // Beyond the deadline, nothing is sent again.
+        once(&server, "GET", Fault::Answer(status, "Retry-After: 60\r\n", "busy".to_owned()));
+        let text = unknown(repeat(&mut *store, &QUIET, limit(3000), |store| store.pools()));
+        assert!(text.contains(&format!("HTTP {status}: busy; gave up after 3.0 s")), "{text}");
+        assert_eq!(server.take_requests().len(), 1);
+    }
+    // A signal ends the pause.
+    server.decide(|_| Some(Fault::Answer(429, "Retry-After: 30\r\n", "busy".to_owned())));
+    let machine = TestMachine::default();
+    let text = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            machine.terminated.store(true, Ordering::Relaxed);
+        });
+        unknown(repeat(&mut *open_for(&file, 60_000), &machine, limit(60_000), |store| store.pools()))
+    });
+    assert!(text.contains("HTTP 429: busy; interrupted by a signal"), "{text}");
+}
+
+#[test]
 fn a_server_without_the_kinds_names_what_to_install() {
     let (server, _, mut store) = node1();
     server.uninstall();
@@ -277,7 +314,7 @@ fn a_signal_ends_every_wait() {
         let text = std::thread::scope(|scope| {
             scope.spawn(|| {
                 std::thread::sleep(Duration::from_millis(300));
-                machine.terminated.store(true, std::sync::atomic::Ordering::Relaxed);
+                machine.terminated.store(true, Ordering::Relaxed);
             });
             unknown(cni_cluster::open(&conf, &machine).unwrap().pools())
         });
@@ -353,6 +390,27 @@ fn a_client_certificate_of_another_authority_is_refused() {
     file["kubernetes"]["keyFile"] = json!(pem);
     let (code, text) = refused(open(&file).pools());
     assert!(code == 103 && text.contains("alert"), "{text}");
+}
+
+#[test]
+fn an_expired_certificate_of_the_node_is_refused() {
+    let (server, file, _) = node1();
+    let certificate = file["kubernetes"]["certFile"].as_str().unwrap();
+    server.authority().expire(Path::new(certificate));
+    let (code, text) = refused(open(&file).pools());
+    let expected = format!(" with {certificate}: received fatal alert: CertificateExpired");
+    assert!(code == 103 && text.contains(&expected), "{text}");
+}
+
+#[test]
+fn an_expired_certificate_of_the_server_is_refused() {
+    let authority = Authority::new();
+    let pem = authority.issue("/CN=kube-apiserver", "IP:127.0.0.1");
+    authority.expire(&pem);
+    let server = ApiServer::with(authority, &pem);
+    let (code, text) = refused(open(&server.node_file("node1", server.listen())).pools());
+    assert!(code == 103 && text.contains("invalid peer certificate: certificate expired"), "{text}");
+    assert_eq!(server.take_requests(), [""; 0]);
 }
 
 #[test]

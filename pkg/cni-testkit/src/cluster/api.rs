@@ -6,6 +6,7 @@ use std::fmt;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd as _;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -77,11 +78,17 @@ impl ApiServer {
     /// Creates a server without objects, with the certificate of 127.0.0.1. It does not listen yet.
     pub fn new() -> ApiServer {
         let authority = Authority::new();
+        let certificate = authority.issue("/CN=kube-apiserver", "IP:127.0.0.1,DNS:kubernetes");
+        ApiServer::with(authority, &certificate)
+    }
+
+    /// Creates a server without objects, with the certificate and key in a file.
+    pub fn with(authority: Authority, certificate: &Path) -> ApiServer {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(authority.ca_file()).unwrap()).unwrap();
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider));
-        let pem = std::fs::read(authority.issue("/CN=kube-apiserver", "IP:127.0.0.1,DNS:kubernetes")).unwrap();
+        let pem = std::fs::read(certificate).unwrap();
         let chain = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap).collect();
         let tls = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])

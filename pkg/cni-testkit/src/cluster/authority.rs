@@ -7,6 +7,26 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tempfile::TempDir;
 
+/// The configuration of openssl.
+const CONF: &str = "[req]
+distinguished_name = none
+[none]
+[ca]
+default_ca = authority
+[authority]
+certificate = ca.crt
+private_key = ca.key
+database = index
+new_certs_dir = .
+rand_serial = yes
+default_md = sha256
+policy = policy
+copy_extensions = copy
+[policy]
+organizationName = optional
+commonName = supplied
+";
+
 /// A certificate authority. Its files exist until it is dropped.
 #[derive(Debug)]
 pub struct Authority {
@@ -27,7 +47,7 @@ impl Authority {
     /// If openssl cannot be run or fails.
     pub fn new() -> Authority {
         let authority = Authority { folder: tempfile::tempdir().unwrap(), issued: AtomicUsize::new(0) };
-        fs::write(authority.path("conf"), "[req]\ndistinguished_name = none\n[none]\n").unwrap();
+        fs::write(authority.path("conf"), CONF).unwrap();
         authority.request("/CN=authority", &["-addext", "basicConstraints=critical,CA:TRUE"], "ca.crt", "ca.key");
         authority
     }
@@ -61,19 +81,50 @@ impl Authority {
         both
     }
 
+    /// Replaces the certificate in a file of [`issue`](Authority::issue) by one that expired in
+    /// 2020.
+    ///
+    /// # Panics
+    /// If openssl cannot be run or fails.
+    pub fn expire(&self, file: &Path) {
+        let path = file.to_str().unwrap();
+        fs::write(self.path("index"), "").unwrap();
+        self.openssl(&[
+            "x509",
+            "-x509toreq",
+            "-copy_extensions",
+            "copyall",
+            "-in",
+            path,
+            "-signkey",
+            path,
+            "-out",
+            "csr",
+        ]);
+        let dates = ["-startdate", "20200101000000Z", "-enddate", "20200102000000Z"];
+        self.openssl(
+            &[&["ca", "-batch", "-notext", "-config", "conf", "-in", "csr", "-out", "expired"], &dates[..]].concat(),
+        );
+        let both = fs::read_to_string(file).unwrap();
+        let (_, key) = both.split_once("-----BEGIN PRIVATE").unwrap();
+        let certificate = fs::read_to_string(self.path("expired")).unwrap();
+        fs::write(file, format!("{certificate}-----BEGIN PRIVATE{key}")).unwrap();
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// Creates a key and its certificate.
     fn request(&self, subject: &str, extensions: &[&str], crt: &str, key: &str) {
-        let output = Command::new("openssl")
-            .args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-days", "2"])
-            .args(["-subj", subject, "-config", "conf", "-out", crt, "-keyout", key])
-            .args(extensions)
-            .current_dir(self.folder.path())
-            .output()
-            .expect("to run openssl");
-        assert!(output.status.success(), "openssl: {}", String::from_utf8_lossy(&output.stderr));
+        let new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-days", "2"];
+        let named = ["-subj", subject, "-config", "conf", "-out", crt, "-keyout", key];
+        self.openssl(&[&new[..], &named, extensions].concat());
+    }
+
+    fn openssl(&self, args: &[&str]) {
+        let output = Command::new("openssl").args(args).current_dir(self.folder.path()).output();
+        let output = output.expect("to run openssl");
+        assert!(output.status.success(), "openssl {args:?}: {}", String::from_utf8_lossy(&output.stderr));
     }
 }
