@@ -4,14 +4,11 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use cni_cluster::store::{Claim, Created, Deleted, NodeState, Version};
+use cni_cluster::store::{Created, NodeState};
 use cni_testkit::cluster::{Authority, Etcd};
-use cni_testkit::{Ended, Node, patience, probe, require, rounds};
+use cni_testkit::{Node, patience, probe, require};
 use common::{address, claim, create, create_pool, keeps_the_contract, open, open_for, refused, unknown};
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -130,135 +127,4 @@ fn another_member_answers_for_one_that_is_gone() {
     // Without a majority nothing is claimed, and the failure may pass.
     etcd.kill(0);
     node.enter(|| unknown(open_for(&file, 2000).create(&claim(POOL, "10.61.0.64", "node1"))));
-}
-
-/// Claims blocks from ten nodes while `disturb` acts on the members. Afterwards each block belongs
-/// to one node, which knows of it, and has the version that the node knows.
-fn claims_of_ten_nodes(disturb: impl FnOnce(&mut Etcd<'_>) + Send) {
-    require!(probe::etcd());
-    let node = Node::new();
-    let mut etcd = Etcd::start(&node, 3);
-    let file = etcd.node_file("");
-    let of_node = |name: &str| {
-        let mut file = file.clone();
-        file["node"] = json!(name);
-        file
-    };
-    node.enter(|| create_pool(&mut *open(&of_node("n")), POOL, "10.61.0.0/16"));
-    let count = rounds(400) as usize;
-    let (next, unknowns) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let claimed: Mutex<BTreeMap<String, (String, Version)>> = Mutex::default();
-    let give_up = Instant::now() + patience(Duration::from_secs(90));
-    // Claims the block of this number, or finds who has it.
-    let claim_block = |number: usize, name: &str| {
-        let first = format!("10.61.{}.{}", number / 256, number % 256);
-        let own = Claim { nonce: format!("{name}-{number}"), ..claim(POOL, &first, name) };
-        let mut store = open(&of_node(name));
-        loop {
-            assert!(Instant::now() < give_up, "no claim in time");
-            store.set_deadline(Instant::now() + Duration::from_secs(3));
-            let version = match store.create(&own) {
-                Ok(Created::Created(version)) => version,
-                Ok(Created::Exists) => match store.get(POOL, own.first) {
-                    Ok(Some((found, version))) if found == own => version,
-                    Ok(_) => return,
-                    Err(_) => continue,
-                },
-                Err(_) => {
-                    unknowns.fetch_add(1, Ordering::Relaxed);
-                    std::thread::sleep(Duration::from_millis(50));
-                    continue;
-                }
-            };
-            let known = (name.to_owned(), version);
-            let earlier = claimed.lock().unwrap().insert(own.first.to_string(), known.clone());
-            assert!(earlier.is_none_or(|earlier| earlier == known), "two nodes have {first}");
-            return;
-        }
-    };
-    let ended = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let (claim_block, next, node, ended) = (&claim_block, &next, &node, &ended);
-        let claimers: Vec<_> = (0..10)
-            .map(|number| {
-                scope.spawn(move || {
-                    node.enter(|| {
-                        while !ended.load(Ordering::Relaxed) {
-                            // Two nodes want each block at the same time.
-                            let turn = next.fetch_add(1, Ordering::Relaxed);
-                            if turn >= 2 * count {
-                                return;
-                            }
-                            claim_block(turn / 2, &format!("n{number}"));
-                        }
-                    });
-                })
-            })
-            .collect();
-        let over = Ended(ended);
-        while next.load(Ordering::Relaxed) < count / 2 {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        disturb(&mut etcd);
-        claimers.into_iter().for_each(|claimer| claimer.join().unwrap());
-        drop(over);
-    });
-    let claimed = claimed.into_inner().unwrap();
-    etcd.wait();
-    node.enter(|| {
-        let mut in_store = BTreeMap::new();
-        for number in 0..10 {
-            let name = format!("n{number}");
-            for (claim, version) in open(&of_node(&name)).claims_of(&name).unwrap() {
-                in_store.insert(claim.first.to_string(), (name.clone(), version));
-            }
-        }
-        assert_eq!(in_store, claimed, "{} unknown outcomes", unknowns.load(Ordering::Relaxed));
-        assert_eq!(claimed.len(), count);
-        // Each version deletes exactly its claim.
-        let (first, (_, version)) = claimed.first_key_value().unwrap();
-        let mut store = open(&of_node("n0"));
-        let older = Version((version.0.parse::<u64>().unwrap() - 1).to_string());
-        assert_eq!(store.delete(POOL, address(first), &older).unwrap(), Deleted::Changed);
-        assert_eq!(store.delete(POOL, address(first), version).unwrap(), Deleted::Deleted);
-    });
-}
-
-#[test]
-fn no_block_twice_while_the_leader_is_killed() {
-    claims_of_ten_nodes(|etcd| {
-        let leader = etcd.leader();
-        etcd.kill(leader);
-        std::thread::sleep(Duration::from_secs(2));
-        etcd.start_member(leader);
-    });
-}
-
-#[test]
-fn no_block_twice_while_the_leader_is_stopped() {
-    claims_of_ten_nodes(|etcd| {
-        let leader = etcd.leader();
-        etcd.signal(leader, Signal::SIGSTOP);
-        std::thread::sleep(Duration::from_secs(6));
-        etcd.signal(leader, Signal::SIGCONT);
-    });
-}
-
-#[test]
-fn no_block_twice_while_a_member_is_cut_off() {
-    claims_of_ten_nodes(|etcd| {
-        let leader = etcd.leader();
-        etcd.cut(leader);
-        std::thread::sleep(Duration::from_secs(3));
-        etcd.join(leader);
-    });
-}
-
-#[test]
-fn no_block_twice_while_all_members_are_restarted() {
-    claims_of_ten_nodes(|etcd| {
-        (0..3).for_each(|member| etcd.kill(member));
-        std::thread::sleep(Duration::from_secs(1));
-        (0..3).for_each(|member| etcd.start_member(member));
-    });
 }
