@@ -276,6 +276,10 @@ impl TestNode {
 
     /// Runs a function with the blocks of a new process.
     pub(crate) fn call<T>(&self, function: impl FnOnce(&mut Cluster<'_>) -> T) -> T {
+        self.call_with(&self.sets, function)
+    }
+
+    fn call_with<T>(&self, sets: &[RangeSet], function: impl FnOnce(&mut Cluster<'_>) -> T) -> T {
         let machine = TestMachine::default();
         let notes = Rc::clone(&self.notes);
         let open = || {
@@ -283,13 +287,8 @@ impl TestNode {
             let store = Box::new(MemoryStore { memory: Rc::clone(&self.memory), node: self.name.clone() });
             Ok(Opened { store, timeout: self.timeout })
         };
-        let network = Network {
-            name: "net",
-            sidecar: self.sidecar(),
-            layer2: self.layer2,
-            block_size: self.block_size,
-            sets: &self.sets,
-        };
+        let network =
+            Network { name: "net", sidecar: self.sidecar(), layer2: self.layer2, block_size: self.block_size, sets };
         let notes = Notes::new(move |note| notes.borrow_mut().push(note.to_owned()));
         function(&mut Cluster::new(network, self.host.clone(), &machine, notes, &open))
     }
@@ -340,10 +339,10 @@ impl TestNode {
         self.add_in(0, None)
     }
 
-    /// Deletes a container.
+    /// Deletes a container. DEL has no ranges.
     pub(crate) fn del(&self, address: IpAddr) {
         assert!(self.reserved.borrow_mut().remove(&address));
-        self.call(|cluster| cluster.give_back(Some(&[address]), &mut || self.list()));
+        self.call_with(&[], |cluster| cluster.give_back(Some(&[address]), &mut || self.list()));
     }
 
     /// Collects garbage.

@@ -94,8 +94,14 @@ impl ClusterLocal {
 
     /// Gives the blocks back that DEL or GC has emptied. An error is a note: DEL succeeds without
     /// the store.
-    fn give_back(&self, call: &Call<'_>, reservations: &Reservations<'_>, released: Option<&[IpAddr]>) {
-        let outcome = self.with_blocks(call, reservations, &[], |cluster| {
+    fn give_back(
+        &self,
+        call: &Call<'_>,
+        reservations: &Reservations<'_>,
+        sets: &[RangeSet],
+        released: Option<&[IpAddr]>,
+    ) {
+        let outcome = self.with_blocks(call, reservations, sets, |cluster| {
             cluster.give_back(released, &mut || in_use(reservations));
             Ok(())
         });
@@ -143,14 +149,15 @@ impl Plugin for ClusterLocal {
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let reservations = Reservations::read(call)?;
         let released = reservations.release(call)?;
-        self.give_back(call, &reservations, Some(&released));
+        self.give_back(call, &reservations, &[], Some(&released));
         Ok(())
     }
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let outcome = HostLocal.gc(call, valid);
         let reservations = Reservations::read(call)?;
-        self.give_back(call, &reservations, None);
+        let ranges = Pool::read(&call.conf, &call.notes).ok().and_then(|pool| pool.ranges);
+        self.give_back(call, &reservations, ranges.as_ref().map_or(&[], |sets| sets.sets()), None);
         note_lost(call, &reservations, &Ledger::read(reservations.sidecar()));
         outcome
     }

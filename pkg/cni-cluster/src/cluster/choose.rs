@@ -12,6 +12,8 @@ use crate::store::{Answer, Claim, NodeState, Pool, Reclaim};
 
 /// How many claimed blocks an ADD meets before it asks for a list.
 const MAX_REFUSALS: usize = 8;
+/// How many nodes an ADD looks up that finds no free block.
+const MAX_LOOKUPS: usize = 16;
 /// How many nodes the error of an exhausted range set names.
 const MAX_LISTED: usize = 5;
 
@@ -48,8 +50,6 @@ impl Cluster<'_> {
             };
             holders.entry(holder).or_default().push(block);
         }
-        let mut marks = Vec::new();
-        for (holder, blocks) in holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node) {
         // Claims in this node's name that the ledger lacks: of another network, of another machine, or
         // of a call whose answer or ledger was lost.
         for block in holders.get(&node).cloned().unwrap_or_default() {
@@ -58,6 +58,14 @@ impl Cluster<'_> {
             }
         }
         let rules: HashMap<String, Pool> = self.ask(|store| store.pools())?.into_iter().collect();
+        let mut marks = Vec::new();
+        let mut others: Vec<_> = holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node).collect();
+        if others.len() > MAX_LOOKUPS {
+            // The next ADD looks up others.
+            let first = getrandom::u32().unwrap_or(0) as usize % others.len();
+            others.rotate_left(first);
+        }
+        for (holder, blocks) in others.into_iter().take(MAX_LOOKUPS) {
             let state = self.ask(|store| store.node_state(holder))?;
             for block in blocks.iter().filter(|_| matches!(state, NodeState::Absent(_))) {
                 let found = self.ask(|store| store.get(&block.pool, block.first))?;

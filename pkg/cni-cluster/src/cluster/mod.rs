@@ -43,7 +43,7 @@ pub struct Network<'a> {
     pub layer2: &'a str,
     /// The key `blockSize`.
     pub block_size: Option<u32>,
-    /// The range sets. Only ADD needs them.
+    /// The range sets, which ADD needs. GC keeps an empty block of their pools.
     pub sets: &'a [RangeSet],
 }
 
@@ -210,19 +210,21 @@ impl<'a> Cluster<'a> {
     }
 
     /// Gives back what DEL or GC has emptied: blocks of one address, and all but one of a pool's
-    /// other empty blocks; after a DEL (`released`) only blocks that contain a released address.
-    /// Takes at most a second. An error is a note, and the next call that needs the store repeats
+    /// other empty blocks, or all if the network has ranges but none in the pool; after a DEL
+    /// (`released`) only blocks that contain a released address. Takes at most a second. An error is a note, and the next call that needs the store repeats
     /// the release.
     pub fn give_back(&mut self, released: Option<&[IpAddr]>, in_use: &mut ListInUse<'_>) {
         // Usually nothing is given back. Then the store is not opened, and no claim lock is taken.
         let ledger = Ledger::read(&self.network.sidecar);
-        let is_done = |reserved: &[IpAddr]| ledger.surplus(reserved, released).is_empty();
+        let pools = self.network.pools();
+        let is_in_use = |pool: &str| pools.is_empty() || pools.contains_key(pool);
+        let is_done = |reserved: &[IpAddr]| ledger.surplus(reserved, released, &is_in_use).is_empty();
         if is_done(&[]) || in_use().is_ok_and(|in_use| is_done(&in_use.addresses)) {
             return;
         }
         let outcome = self.lock(SHORT_WAIT).and_then(|_lock| {
             let reservations = in_use()?;
-            for block in self.ledger.surplus(&reservations.addresses, released) {
+            for block in self.ledger.surplus(&reservations.addresses, released, &is_in_use) {
                 self.ledger.begin_release(&block);
             }
             self.save()?;
@@ -468,8 +470,6 @@ impl<'a> Cluster<'a> {
         Ok(Claim { pool, first, last, node, network, machine, nonce, absent_since: None })
     }
 
-    /// Claims a block. Returns the holder if it is not this node's.
-    fn claim(&mut self, block: &Block) -> Answer<Option<Holder>> {
     /// Claims a block that the ledger does not have, if it is free. Returns whether it was. Does not
     /// ask who has it otherwise, which saves a request.
     fn claim_free(&mut self, block: &Block) -> Answer<bool> {
@@ -490,6 +490,8 @@ impl<'a> Cluster<'a> {
         Ok(matches!(self.ledger.state(block), Some(State::Held(_))))
     }
 
+    /// Claims a block. Returns the holder if it is not this node's.
+    fn claim(&mut self, block: &Block) -> Answer<Option<Holder>> {
         if let Some(State::Lost(holder)) = self.ledger.state(block) {
             return Ok(Some(holder.clone()));
         }

@@ -229,9 +229,14 @@ impl Ledger {
     }
 
     /// Returns the held blocks to give back, if these addresses are reserved: blocks without
-    /// reservations, except one of each pool unless blocks have one address. With `released`, only
-    /// blocks that contain one of these addresses.
-    pub fn surplus(&self, reserved: &[IpAddr], released: Option<&[IpAddr]>) -> Vec<Block> {
+    /// reservations, except one of each pool that is in use, unless blocks have one address. With
+    /// `released`, only blocks that contain one of these addresses.
+    pub fn surplus(
+        &self,
+        reserved: &[IpAddr],
+        released: Option<&[IpAddr]>,
+        is_in_use: &dyn Fn(&str) -> bool,
+    ) -> Vec<Block> {
         let is_empty = |entry: &&Entry| matches!(entry.state, State::Held(_)) && !entry.block.contains_any(reserved);
         let empty: Vec<&Block> = self.entries.iter().filter(is_empty).map(|entry| &entry.block).collect();
         let mut rest: BTreeMap<&str, usize> = BTreeMap::new();
@@ -242,7 +247,7 @@ impl Ledger {
         for block in empty {
             let rest = rest.entry(&block.pool).or_default();
             let is_chosen = released.is_none_or(|released| block.contains_any(released));
-            if is_chosen && (*rest > 1 || block.first == block.last) {
+            if is_chosen && (*rest > 1 || block.first == block.last || !is_in_use(&block.pool)) {
                 *rest -= 1;
                 surplus.push(block.clone());
             }

@@ -99,13 +99,14 @@ fn one_empty_block_of_a_pool_is_kept() {
         ledger.entries.push(Entry { block: block(first), state: State::Held(version(first)) });
     }
     let used = [address("10.61.0.20")];
-    assert_eq!(ledger.surplus(&used, None), [block(0)]);
-    assert_eq!(ledger.surplus(&[], None), [block(0), block(16)]);
-    assert_eq!(ledger.surplus(&used, Some(&[address("10.61.0.33")])), [block(32)]);
-    assert_eq!(ledger.surplus(&used, Some(&used)), []);
+    assert_eq!(ledger.surplus(&used, None, &|_| true), [block(0)]);
+    assert_eq!(ledger.surplus(&[], None, &|_| true), [block(0), block(16)]);
+    assert_eq!(ledger.surplus(&used, Some(&[address("10.61.0.33")]), &|_| true), [block(32)]);
+    assert_eq!(ledger.surplus(&used, Some(&used), &|_| true), []);
+    assert_eq!(ledger.surplus(&used, None, &|_| false), [block(0), block(32)]);
     ledger.begin_release(&block(0));
     assert_eq!(ledger.state(&block(0)), Some(&State::Releasing(version(0))));
-    assert_eq!(ledger.surplus(&used, None), []);
+    assert_eq!(ledger.surplus(&used, None, &|_| true), []);
 }
 
 #[test]
@@ -113,9 +114,9 @@ fn a_block_of_one_address_is_not_kept() {
     let single = Block::of("10.61.0.0-24", 1, address("10.61.0.9"));
     let entry = Entry { block: single.clone(), state: State::Held(version(1)) };
     let ledger = Ledger { entries: vec![entry], ..Ledger::default() };
-    assert_eq!(ledger.surplus(&[], None), slice::from_ref(&single));
-    assert_eq!(ledger.surplus(&[], Some(&[address("10.61.0.9")])), [single]);
-    assert_eq!(ledger.surplus(&[address("10.61.0.9")], None), []);
+    assert_eq!(ledger.surplus(&[], None, &|_| true), slice::from_ref(&single));
+    assert_eq!(ledger.surplus(&[], Some(&[address("10.61.0.9")]), &|_| true), [single]);
+    assert_eq!(ledger.surplus(&[address("10.61.0.9")], None, &|_| true), []);
 }
 
 #[test]

@@ -231,6 +231,27 @@ fn blocks_of_an_absent_node_are_free_after_an_hour() {
 }
 
 #[test]
+fn a_full_pool_looks_up_a_few_nodes_and_others_the_next_time() {
+    let memory = memory();
+    let new =
+        |n: usize| TestNode { block_size: Some(1), ..TestNode::new(&memory, &format!("node{n}"), &["10.61.0.0/26"]) };
+    let nodes: Vec<TestNode> = (0..61).map(new).collect();
+    nodes.iter().for_each(|node| assert!(node.add().is_ok()));
+    let other = new(61);
+    memory.borrow_mut().nodes.as_mut().map(|nodes| nodes.remove("node30"));
+    for _ in 0..1000 {
+        memory.borrow_mut().requests.clear();
+        memory.borrow_mut().now += 3600;
+        if other.add().is_ok() {
+            return;
+        }
+        let lookups = memory.borrow().requests.iter().filter(|request| **request == "node").count();
+        assert_eq!(lookups, 16);
+    }
+    panic!("the absent node was never looked up twice");
+}
+
+#[test]
 fn a_node_that_registers_again_keeps_its_blocks() {
     let memory = memory();
     let (mut node, other) = fill(&memory);

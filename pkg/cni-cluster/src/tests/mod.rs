@@ -240,6 +240,28 @@ fn gc_gives_back_all_empty_blocks_but_one() {
 }
 
 #[test]
+fn gc_gives_back_the_last_block_of_a_pool_without_ranges() {
+    let memory = memory();
+    let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    let address = node.add().unwrap();
+    node.del(address);
+    node.layer2 = "vlan20";
+    let address = node.add().unwrap();
+    node.del(address);
+    let pools =
+        |node: &TestNode| node.ledger().entries().iter().map(|entry| entry.block.pool.clone()).collect::<Vec<_>>();
+    assert_eq!(pools(&node), ["10.61.0.0-24", "vlan20.10.61.0.0-24"]);
+    // The runtime provides the ranges of a network without ranges, so every pool may be in use.
+    let sets = std::mem::take(&mut node.sets);
+    node.gc();
+    assert_eq!(pools(&node), ["10.61.0.0-24", "vlan20.10.61.0.0-24"]);
+    node.sets = sets;
+    node.gc();
+    assert_eq!(pools(&node), ["vlan20.10.61.0.0-24"]);
+    assert_eq!(memory.borrow().count("node1"), 1);
+}
+
+#[test]
 fn a_set_with_two_subnets_uses_both() {
     let memory = memory();
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/30", "10.62.0.0/30"]);

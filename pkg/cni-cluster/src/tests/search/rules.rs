@@ -120,6 +120,9 @@ impl Rules {
     /// Whether the block is given back in this state, with or without a reservation.
     pub(super) fn is_surplus(&mut self, before: Local, is_reserved: bool) -> bool {
         let reserved: &[IpAddr] = if is_reserved { &[block().first] } else { &[] };
-        *self.surplus.entry((before, is_reserved)).or_insert_with(|| !ledger(before).surplus(reserved, None).is_empty())
+        *self
+            .surplus
+            .entry((before, is_reserved))
+            .or_insert_with(|| !ledger(before).surplus(reserved, None, &|_| true).is_empty())
     }
 }
