@@ -56,17 +56,28 @@ const fn plugin_with_kernel(name: &'static str, conf: fn(Side, &Path) -> Value, 
     Alone { sides: &WITH_KERNEL, link: Some(link), ..first_plugin(name, conf) }
 }
 
+impl Alone {
+    /// Skips the plugin on a kernel that lacks its kind of link. `probe` are the arguments of `ip
+    /// link add` for such a link.
+    const fn on_kernels_with(self, probe: &'static str) -> Alone {
+        Alone { probe: Some(probe), ..self }
+    }
+
+    /// Measures the plugin for these sides.
+    const fn with_sides(self, sides: &'static [Side]) -> Alone {
+        Alone { sides, ..self }
+    }
+}
+
 pub(crate) const HOST_LOCAL: Alone =
     first_plugin("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data)}));
 
 /// portmap with one mapping.
-pub(crate) const PORTMAP: Alone = Alone { sides: &FIREWALL, ..chained_plugin("portmap", |side, _| portmap(side, 1)) };
+pub(crate) const PORTMAP: Alone = chained_plugin("portmap", |side, _| portmap(side, 1)).with_sides(&FIREWALL);
 
 /// The plugin firewall.
-pub(crate) const FIREWALL_PLUGIN: Alone = Alone {
-    sides: &FIREWALL,
-    ..chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)}))
-};
+pub(crate) const FIREWALL_PLUGIN: Alone =
+    chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})).with_sides(&FIREWALL);
 
 /// All plugins except bridge, which is measured in chains.
 pub(crate) static ALL: &[Alone] = &[
@@ -75,7 +86,7 @@ pub(crate) static ALL: &[Alone] = &[
     first_plugin("cluster-local", |_, data| {
         let mut ipam = ipam(data);
         ipam["type"] = "cluster-local".into();
-        ipam["clusterConf"] = data.join("cluster-local.json").display().to_string().into();
+        ipam["clusterConf"] = json!(data.join("cluster-local.json"));
         json!({"type": "cluster-local", "ipam": ipam})
     }),
     first_plugin(
@@ -83,47 +94,25 @@ pub(crate) static ALL: &[Alone] = &[
         |_, _| json!({"type": "static", "ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}}),
     ),
     plugin_with_kernel("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data)}), Link::Pair),
-    Alone {
-        sides: &FIREWALL_WITH_KERNEL,
-        ..plugin_with_kernel(
-            "ptp, ipMasq",
-            |side, data| {
-                let mut conf = json!({"type": "ptp", "ipMasq": true, "ipam": ipam(data)});
-                conf["ipMasqBackend"] = backend(side);
-                conf
-            },
-            Link::Pair,
-        )
-    },
+    plugin_with_kernel(
+        "ptp, ipMasq",
+        |side, data| json!({"type": "ptp", "ipMasq": true, "ipMasqBackend": backend(side), "ipam": ipam(data)}),
+        Link::Pair,
+    )
+    .with_sides(&FIREWALL_WITH_KERNEL),
     plugin_with_kernel("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
     first_plugin("macvlan without IPAM", |_, _| json!({"type": "macvlan", "master": "eth0", "ipam": {}})),
-    Alone {
-        probe: Some("link eth0 type ipvlan"),
-        ..plugin_with_kernel("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan)
-    },
-    Alone {
-        probe: Some("link eth0 type vlan id 5"),
-        ..plugin_with_kernel(
-            "vlan",
-            |_, data| {
-                let mut conf = on_master("vlan", data);
-                conf["vlanId"] = 5.into();
-                conf
-            },
-            Link::Vlan,
-        )
-    },
-    Alone {
-        probe: Some("type dummy"),
-        ..plugin_with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
-    },
-    Alone {
-        probe: Some("type bond"),
-        ..first_plugin("bond", |_, data| {
-            let links = json!([{"name": "dev0"}, {"name": "dev2"}]);
-            json!({"type": "bond", "mode": "active-backup", "links": links, "ipam": ipam(data)})
-        })
-    },
+    plugin_with_kernel("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan)
+        .on_kernels_with("link eth0 type ipvlan"),
+    plugin_with_kernel("vlan", |_, data| on_master("vlan", data), Link::Vlan)
+        .on_kernels_with("link eth0 type vlan id 5"),
+    plugin_with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
+        .on_kernels_with("type dummy"),
+    first_plugin("bond", |_, data| {
+        let links = json!([{"name": "dev0"}, {"name": "dev2"}]);
+        json!({"type": "bond", "mode": "active-backup", "links": links, "ipam": ipam(data)})
+    })
+    .on_kernels_with("type bond"),
     first_plugin("flannel", |_, data| {
         let (subnet_file, stored) = (subnet_file(data), data.join("flannel"));
         json!({"type": "flannel", "subnetFile": subnet_file, "dataDir": stored, "ipam": {"dataDir": data}})
@@ -151,10 +140,7 @@ pub(crate) static ALL: &[Alone] = &[
         |_, _| json!({"type": "route-override", "addroutes": [{"dst": "198.51.100.0/24"}]}),
     ),
     chained_plugin("sbr", |_, _| json!({"type": "sbr"})),
-    Alone {
-        probe: Some("type vrf table 10"),
-        ..chained_plugin("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"}))
-    },
+    chained_plugin("vrf", |_, _| json!({"type": "vrf", "vrfname": "red"})).on_kernels_with("type vrf table 10"),
 ];
 
 impl Alone {
@@ -303,7 +289,7 @@ fn ip(netns: Option<&Path>, commands: &str) -> Result<()> {
     feed(&argv, commands).map(drop)
 }
 
-/// Returns the configuration of a plugin whose link is on top of `eth0`.
+/// Returns the configuration of a plugin whose link is on top of `eth0`. Only vlan reads `vlanId`.
 fn on_master(plugin: &str, data: &Path) -> Value {
-    json!({"type": plugin, "master": "eth0", "ipam": ipam(data)})
+    json!({"type": plugin, "master": "eth0", "vlanId": 5, "ipam": ipam(data)})
 }

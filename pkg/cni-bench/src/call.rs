@@ -129,6 +129,11 @@ impl Call {
 
 /// Returns the user and system time of all reaped children, in milliseconds.
 pub(crate) fn children_cpu() -> Result<f64> {
-    let usage = getrusage(UsageWho::RUSAGE_CHILDREN).doing("failed to read the children's CPU time")?;
+    cpu_time(UsageWho::RUSAGE_CHILDREN)
+}
+
+/// Returns the user and system time of this process or of its reaped children, in milliseconds.
+pub(crate) fn cpu_time(who: UsageWho) -> Result<f64> {
+    let usage = getrusage(who).doing("failed to read the CPU time")?;
     Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)
 }

@@ -124,44 +124,21 @@ pub(crate) const SIMPLE: ChainSpec = ChainSpec { masquerade: false, tuning: fals
 /// The plugins whose start-up is measured, and whose size has a target.
 pub(crate) const FIVE: [&str; 5] = ["bridge", "host-local", "loopback", "portmap", "tuning"];
 /// The other plugins, whose sizes are listed too.
-pub(crate) const OTHERS: &[&str] = &[
-    "bandwidth",
-    "bond",
-    "cluster-local",
-    "dhcp",
-    "dummy",
-    "firewall",
-    "flannel",
-    "host-device",
-    "ipvlan",
-    "macvlan",
-    "ptp",
-    "route-override",
-    "sbr",
-    "slaac",
-    "static",
-    "tap",
-    "vlan",
-    "vrf",
-];
+pub(crate) const OTHERS: &str = "bandwidth bond cluster-local dhcp dummy firewall flannel host-device ipvlan macvlan \
+                                 ptp route-override sbr slaac static tap vlan vrf";
 
 impl ChainSpec {
     /// Returns the name in the report.
     pub(crate) fn name(self) -> String {
-        let mut name = "bridge + host-local".to_owned();
-        if self.masquerade {
-            name.push_str(" + ipMasq");
-        }
-        if self.tuning {
-            name.push_str(" + tuning");
-        }
-        if self.ports > 0 {
-            name.push_str(&format!(" + portmap {}", self.ports));
-        }
-        if self.dual_stack {
-            name.push_str(", dual stack");
-        }
-        name
+        let portmap = format!(" + portmap {}", self.ports);
+        let parts = [
+            (true, "bridge + host-local"),
+            (self.masquerade, " + ipMasq"),
+            (self.tuning, " + tuning"),
+            (self.ports > 0, portmap.as_str()),
+            (self.dual_stack, ", dual stack"),
+        ];
+        parts.into_iter().filter(|(is_part, _)| *is_part).map(|(_, part)| part).collect()
     }
 
     /// Returns the sides to compare: [`FIREWALL`] if the chain writes firewall rules.
@@ -345,17 +322,16 @@ pub(crate) fn ipam(data: &Path) -> Value {
     json!({"type": "host-local", "dataDir": data, "ranges": ranges, "routes": [{"dst": "0.0.0.0/0"}]})
 }
 
-/// Returns a host-local configuration as [`ipam`] does, with an IPv6 range too.
-fn dual_stack_ipam(data: &Path) -> Value {
-    let mut conf = ipam(data);
-    conf["ranges"] = json!([[{"subnet": "10.1.0.0/16"}], [{"subnet": "fd00:1::/64"}]]);
-    conf["routes"] = json!([{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]);
-    conf
-}
-
 /// Returns the value of a backend option. The Go plugins get iptables, which is also their default.
 pub(crate) fn backend(side: Side) -> Value {
     if side == Side::OursNft { "nftables".into() } else { "iptables".into() }
+}
+
+/// Sets the backend option `key` for our plugins. The compared plugins keep their default.
+pub(crate) fn set_backend(conf: &mut Value, key: &str, side: Side) {
+    if side != Side::Theirs {
+        conf[key] = backend(side);
+    }
 }
 
 /// Returns a configuration of tuning: two sysctls and the MTU.
@@ -372,11 +348,7 @@ pub(crate) fn portmap(side: Side, count: usize) -> Value {
         .map(|index| json!({"hostPort": FIRST_HOST_PORT + index, "containerPort": 80 + index, "protocol": "tcp"}))
         .collect();
     let mut conf = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
-    match side {
-        Side::Ours => conf["backend"] = "iptables".into(),
-        Side::OursNft => conf["backend"] = "nftables".into(),
-        Side::Theirs | Side::Kernel => {}
-    }
+    set_backend(&mut conf, "backend", side);
     conf
 }
 
@@ -387,15 +359,15 @@ fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Ve
         Plugins::Alone(plugin) => vec![plugin.conf(side, data, netns)],
         Plugins::Version(plugin) => vec![json!({"type": plugin})],
         Plugins::Chain(spec) => {
-            let ipam = if spec.dual_stack { dual_stack_ipam(data) } else { ipam(data) };
+            let mut ipam = ipam(data);
+            if spec.dual_stack {
+                ipam["ranges"] = json!([[{"subnet": "10.1.0.0/16"}], [{"subnet": "fd00:1::/64"}]]);
+                ipam["routes"] = json!([{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]);
+            }
             let mut bridge = json!({"type": "bridge", "bridge": "br0", "isGateway": true, "ipam": ipam});
             if spec.masquerade {
                 bridge["ipMasq"] = true.into();
-                match side {
-                    Side::Ours => bridge["ipMasqBackend"] = "iptables".into(),
-                    Side::OursNft => bridge["ipMasqBackend"] = "nftables".into(),
-                    Side::Theirs | Side::Kernel => {}
-                }
+                set_backend(&mut bridge, "ipMasqBackend", side);
             }
             let mut list = vec![bridge];
             if spec.tuning {

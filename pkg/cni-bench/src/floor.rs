@@ -27,10 +27,9 @@ use netlink_packet_route::route::{
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::{Socket, SocketAddr};
 use nix::sched::{CloneFlags, setns};
-use nix::sys::resource::{UsageWho, getrusage};
-use nix::sys::time::TimeValLike as _;
+use nix::sys::resource::UsageWho;
 
-use crate::call::Cost;
+use crate::call::{Cost, cpu_time};
 use crate::error::{Doing as _, Error, Result};
 use crate::world::run;
 
@@ -151,9 +150,8 @@ impl KernelAttacher {
     /// Removes an attachment. Returns the cost of the whole removal and that of its RTM_DELLINK.
     pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
         let (dellink_cost, whole_cost) = timed(|| {
-            let mut message = LinkMessage::default();
-            message.header.index = made.link;
-            let (_, dellink_cost) = timed(|| made.connection.ask(RouteNetlinkMessage::DelLink(message), 0))?;
+            let request = RouteNetlinkMessage::DelLink(about(made.link, []));
+            let (_, dellink_cost) = timed(|| made.connection.ask(request, 0))?;
             fs::remove_file(&made.reservation)
                 .doing(format_args!("failed to remove {}", made.reservation.display()))?;
             Ok(dellink_cost)
@@ -173,10 +171,8 @@ fn attach_port(bridge: u32, netns: &Netns<'_>, mac: [u8; 6], address: [u8; 4]) -
     let (outer, inner) = host.create_pair(Some(bridge), netns, Some(mac))?;
     // Subscribed before the container's end is set up, so that no change of the port is missed.
     let events = Connection::open(LINK_EVENTS)?;
-    let mut alias = LinkMessage::default();
-    alias.header.index = outer;
-    alias.attributes.push(LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned()));
-    host.ask(RouteNetlinkMessage::SetLink(alias), 0)?;
+    let alias = LinkAttribute::IfAlias("cni:benchnet/floor/eth0".to_owned());
+    host.ask(RouteNetlinkMessage::SetLink(about(outer, [alias])), 0)?;
     let container = connect_inside(netns, || {
         for (sysctl, value) in [("ipv6/conf/eth0/accept_dad", "0"), ("ipv4/conf/eth0/arp_notify", "1")] {
             // A kernel without IPv6 has no `accept_dad`.
@@ -188,9 +184,7 @@ fn attach_port(bridge: u32, netns: &Netns<'_>, mac: [u8; 6], address: [u8; 4]) -
         events.0.recv_from_full().doing("failed to wait until br0 forwards packets of its port")?;
     }
     // Because of `arp_notify`, setting the MAC makes the kernel announce the address.
-    let mut announce = LinkMessage::default();
-    announce.header.index = inner;
-    announce.attributes.push(LinkAttribute::Address(mac.to_vec()));
+    let announce = about(inner, [LinkAttribute::Address(mac.to_vec())]);
     container.ask(RouteNetlinkMessage::SetLink(announce), 0)?;
     Ok((outer, host))
 }
@@ -213,9 +207,8 @@ fn attach_link(link: Link, eth0: u32, netns: &Netns<'_>, address: [u8; 4]) -> Re
         Link::Vlan => (InfoKind::Vlan, Some(InfoData::Vlan(vec![InfoVlan::Id(5)]))),
         Link::Dummy => (InfoKind::Dummy, None),
     };
-    let mut message = LinkMessage::default();
-    message.attributes.push(LinkAttribute::IfName(NAME.to_owned()));
-    message.attributes.push(LinkAttribute::NetNsFd(netns.file.as_raw_fd()));
+    let place = [LinkAttribute::IfName(NAME.to_owned()), LinkAttribute::NetNsFd(netns.file.as_raw_fd())];
+    let mut message = about(0, place);
     if link != Link::Dummy {
         message.attributes.push(LinkAttribute::Link(eth0));
     }
@@ -247,28 +240,20 @@ fn connect_inside(netns: &Netns<'_>, work: impl FnOnce() + Send) -> Result<Conne
 
 /// Runs `work`, and returns its result and its cost. The CPU time is that of this process.
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
-    let cpu_time = || -> Result<f64> {
-        let usage = getrusage(UsageWho::RUSAGE_SELF).doing("failed to read the CPU time")?;
-        Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 / 1e3)
-    };
-    let before = cpu_time()?;
+    let before = cpu_time(UsageWho::RUSAGE_SELF)?;
     let begin = Instant::now();
     let value = work()?;
     let wall = begin.elapsed().as_secs_f64() * 1e3;
-    Ok((value, Cost { wall, cpu: cpu_time()? - before }))
+    Ok((value, Cost { wall, cpu: cpu_time(UsageWho::RUSAGE_SELF)? - before }))
 }
 
-/// Returns the kernel's name for a request that this module sends.
-fn request_name(message: &RouteNetlinkMessage) -> &'static str {
-    match message {
-        RouteNetlinkMessage::NewLink(_) => "RTM_NEWLINK",
-        RouteNetlinkMessage::SetLink(_) => "RTM_SETLINK",
-        RouteNetlinkMessage::DelLink(_) => "RTM_DELLINK",
-        RouteNetlinkMessage::GetLink(_) => "RTM_GETLINK",
-        RouteNetlinkMessage::NewAddress(_) => "RTM_NEWADDR",
-        RouteNetlinkMessage::NewRoute(_) => "RTM_NEWROUTE",
-        _ => "a request",
-    }
+/// Returns a message about the link with this index, or about one that its attributes describe if
+/// the index is 0.
+fn about(index: u32, attributes: impl Into<Vec<LinkAttribute>>) -> LinkMessage {
+    let mut message = LinkMessage::default();
+    message.header.index = index;
+    message.attributes = attributes.into();
+    message
 }
 
 /// Returns the first link in the kernel's answers.
@@ -299,10 +284,10 @@ impl Connection {
     /// Sends a request and returns the messages that arrive before its acknowledgement. Fails if
     /// the kernel refuses the request.
     fn ask(&self, message: RouteNetlinkMessage, flags: u16) -> Result<Vec<RouteNetlinkMessage>> {
-        let name = request_name(&message);
         let mut message = NetlinkMessage::from(message);
         message.header.flags = NLM_F_REQUEST | NLM_F_ACK | flags;
         message.finalize();
+        let name = format!("a request of type {}", message.header.message_type);
         let mut bytes = vec![0; message.buffer_len()];
         message.serialize(&mut bytes);
         self.0.send(&bytes, 0).doing(format_args!("failed to send {name} to the kernel"))?;
@@ -338,8 +323,7 @@ impl Connection {
 
     /// Returns the link with this name.
     fn find_link_by_name(&self, name: &str) -> Result<LinkMessage> {
-        let mut message = LinkMessage::default();
-        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        let message = about(0, [LinkAttribute::IfName(name.to_owned())]);
         self.find_link(message).doing(format_args!("failed to find the link {name}"))
     }
 
@@ -353,18 +337,14 @@ impl Connection {
     /// the indexes of this namespace's end and of the end in `netns`.
     fn create_pair(&self, bridge: Option<u32>, netns: &Netns<'_>, mac: Option<[u8; 6]>) -> Result<(u32, u32)> {
         const NAME: &str = "vethfloor";
-        let mut peer = LinkMessage::default();
-        peer.attributes.push(LinkAttribute::IfName("eth0".to_owned()));
+        let place = [LinkAttribute::IfName("eth0".to_owned()), LinkAttribute::NetNsFd(netns.file.as_raw_fd())];
+        let mut peer = about(0, place);
         peer.attributes.extend(mac.map(|mac| LinkAttribute::Address(mac.to_vec())));
-        peer.attributes.push(LinkAttribute::NetNsFd(netns.file.as_raw_fd()));
-        let mut host = LinkMessage::default();
+        let pair = InfoData::Veth(InfoVeth::Peer(peer));
+        let info = LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Veth), LinkInfo::Data(pair)]);
+        let mut host = about(0, [LinkAttribute::IfName(NAME.to_owned()), info]);
         (host.header.flags, host.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
-        host.attributes.push(LinkAttribute::IfName(NAME.to_owned()));
         host.attributes.extend(bridge.map(LinkAttribute::Controller));
-        host.attributes.push(LinkAttribute::LinkInfo(vec![
-            LinkInfo::Kind(InfoKind::Veth),
-            LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
-        ]));
         let answers = self.ask(RouteNetlinkMessage::NewLink(host), NLM_F_CREATE | NLM_F_EXCL | NLM_F_ECHO)?;
         let created = match first_link(answers) {
             Some(link) => link,
@@ -399,8 +379,7 @@ impl Connection {
 
     /// Sets a link up.
     fn set_up(&self, index: u32) -> Result<()> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
+        let mut message = about(index, []);
         (message.header.flags, message.header.change_mask) = (LinkFlags::Up, LinkFlags::Up);
         self.ask(RouteNetlinkMessage::SetLink(message), 0).map(drop)
     }
@@ -420,9 +399,7 @@ impl Connection {
 
     /// Whether the link is up and is a bridge port in the forwarding state.
     fn forwards(&self, index: u32) -> Result<bool> {
-        let mut message = LinkMessage::default();
-        message.header.index = index;
-        let link = self.find_link(message)?;
+        let link = self.find_link(about(index, []))?;
         let (mut is_up, mut is_forwarding) = (false, false);
         for attribute in &link.attributes {
             match attribute {

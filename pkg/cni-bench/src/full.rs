@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::cases::{Before, Case, FULL, Folders, Plugins, Side, backend, ipam};
+use crate::cases::{Before, Case, FULL, Folders, Plugins, Side, ipam, set_backend};
 use crate::chain::{Attachment, Chain};
 use crate::error::Result;
 use crate::world::World;
@@ -54,11 +54,9 @@ impl FullNode {
                 json!({"type": "bridge", "bridge": "full0", "isGateway": true, "ipMasq": true, "ipam": addresses});
             let mut portmap = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
             let mut firewall = json!({"type": "firewall"});
-            if side != Side::Theirs {
-                bridge["ipMasqBackend"] = backend(side);
-                portmap["backend"] = backend(side);
-                firewall["backend"] = backend(side);
-            }
+            set_backend(&mut bridge, "ipMasqBackend", side);
+            set_backend(&mut portmap, "backend", side);
+            set_backend(&mut firewall, "backend", side);
             let mut plugins = vec![bridge, portmap, firewall];
             for conf in &mut plugins {
                 conf["cniVersion"] = "1.0.0".into();

@@ -12,7 +12,7 @@ use crate::cases::{self, ALONE, CHAINS, Case, ChainSpec, Folders, Plugins, SIMPL
 use crate::error::{Doing as _, Error, Result};
 use crate::full::{FullNode, Maker};
 use crate::measure;
-use crate::options::{Guard, GuardMode};
+use crate::options::Guard;
 use crate::report::{progress, say};
 use crate::trace::Counts;
 use crate::world::World;
@@ -42,122 +42,88 @@ const HEAD: &str = "\
 # Compared by `scripts/test`, written by `scripts/bench --counts`. See docs/performance.md, \"The guard\".
 ";
 
-/// The word for as many requests as on the empty node.
-const EMPTY: &str = "empty";
-/// The word for at most [`RECEIVED_MAX`] bytes.
-const KIB_64: &str = "64KiB";
+/// A column of the table.
+struct Column {
+    /// What it counts.
+    unit: &'static str,
+    width: usize,
+    /// The word for a count that does not grow with the number of containers.
+    flat: &'static str,
+}
+
+/// The columns after the operation. Only lines of a full node have the last two.
+const COLUMNS: [Column; 5] = [
+    Column { unit: "system calls", width: 5, flat: "" },
+    Column { unit: "programs", width: 3, flat: "" },
+    Column { unit: "threads", width: 3, flat: "" },
+    Column { unit: "netlink requests", width: 6, flat: "empty" },
+    Column { unit: "bytes received over netlink", width: 8, flat: "64KiB" },
+];
 
 /// One line of the table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Line {
     what: String,
-    syscalls: usize,
-    programs: usize,
-    threads: usize,
-    /// The netlink requests and the bytes received. Only in lines of a full node.
-    netlink: Option<Netlink>,
-}
-
-/// What an operation on a full node costs over netlink.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Netlink {
-    requests: Count,
-    received: Count,
-}
-
-/// A count of a line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Count {
-    Exactly(usize),
-    /// As many requests as on the empty node, or at most [`RECEIVED_MAX`] bytes.
-    Flat,
-}
-
-impl Count {
-    /// Formats the count for the table; `flat` is the word for [`Count::Flat`].
-    fn text(self, flat: &str) -> String {
-        match self {
-            Count::Exactly(number) => number.to_string(),
-            Count::Flat => flat.to_owned(),
-        }
-    }
-
-    /// Describes by how much `counted` exceeds this count of the table and the tolerance; `None` if
-    /// it does not. [`Count::Flat`] exceeds nothing.
-    fn excess(self, counted: Count, tolerance: usize, unit: &str) -> Option<String> {
-        match (self, counted) {
-            (_, Count::Flat) => None,
-            (Count::Exactly(allowed), Count::Exactly(number)) => {
-                (number > allowed + tolerance).then(|| format!("{number} {unit}, {allowed} in the table"))
-            }
-            (Count::Flat, Count::Exactly(number)) => {
-                Some(format!("{number} {unit}: grows with the number of containers"))
-            }
-        }
-    }
+    /// The counts of the first of the [`COLUMNS`]. `None` is a count that does not grow with the
+    /// number of containers.
+    counts: Vec<Option<usize>>,
 }
 
 impl Line {
     /// Formats the line for the table.
     fn text(&self) -> String {
-        let mut text = format!("{:<64} {:>5} {:>3} {:>3}", self.what, self.syscalls, self.programs, self.threads);
-        if let Some(Netlink { requests, received }) = self.netlink {
-            text.push_str(&format!(" {:>6} {:>8}", requests.text(EMPTY), received.text(KIB_64)));
+        let mut text = format!("{:<64}", self.what);
+        for (Column { width, flat, .. }, count) in COLUMNS.iter().zip(&self.counts) {
+            let word = count.map_or((*flat).to_owned(), |number| number.to_string());
+            text.push_str(&format!(" {word:>width$}"));
         }
         text + "\n"
     }
 
-    /// Parses a line of the table: the operation, then three numbers and, for a full node, two
-    /// counts.
+    /// Parses a line of the table.
     fn parse(line: &str) -> Result<Line> {
         let invalid = || Error::new(format!("{line:?} is not an operation followed by its counts"));
-        let number = |word: &str| word.parse::<usize>().map_err(|_| invalid());
-        let count =
-            |word: &str, flat: &str| if word == flat { Ok(Count::Flat) } else { number(word).map(Count::Exactly) };
         let words: Vec<&str> = line.split_whitespace().collect();
-        let (words, netlink) = match words.as_slice() {
-            [words @ .., requests, received] if line.contains(ON_FULL_NODE) => {
-                (words, Some(Netlink { requests: count(requests, EMPTY)?, received: count(received, KIB_64)? }))
-            }
-            words => (words, None),
+        let columns = if line.contains(ON_FULL_NODE) { COLUMNS.len() } else { COLUMNS.len() - 2 };
+        let (what, counts) = words.split_at(words.len().checked_sub(columns).ok_or_else(invalid)?);
+        let parse = |(word, column): (&&str, &Column)| match *word == column.flat {
+            true => Ok(None),
+            false => word.parse().map(Some).map_err(|_| invalid()),
         };
-        let [what @ .., syscalls, programs, threads] = words else { return Err(invalid()) };
-        Ok(Line {
-            what: what.join(" "),
-            syscalls: number(syscalls)?,
-            programs: number(programs)?,
-            threads: number(threads)?,
-            netlink,
-        })
+        let counts = counts.iter().zip(&COLUMNS).map(parse).collect::<Result<_>>()?;
+        Ok(Line { what: what.join(" "), counts })
     }
 
-    /// Returns the maximum number of system calls that is accepted: 3 % more than in this line,
-    /// plus 4 and, if portmap takes part, plus 16.
+    /// Returns the number of system calls.
+    fn syscalls(&self) -> usize {
+        self.counts.first().copied().flatten().unwrap_or_default()
+    }
+
+    /// Returns how much more than in this line is accepted, in the order of the columns: 3 % more
+    /// system calls, plus 4 and, if portmap takes part, plus 16; 2 requests; 4 KiB.
     ///
     /// The 4: kernels before 6.2 do not answer with a created link, so each of up to two links
     /// costs one more request, which is two system calls. The 16: portmap reads the table of
-    /// connections with a varying number of reads; runs that differed by 15 calls were seen.
-    fn bound(&self) -> usize {
+    /// connections with a varying number of reads; runs that differed by 15 calls were seen. The
+    /// 4 KiB: the sizes of some lists, such as that of the links, depend on the kernel.
+    fn tolerances(&self) -> [usize; COLUMNS.len()] {
         let portmap_reads = if self.what.contains("portmap") { 16 } else { 0 };
-        self.syscalls + self.syscalls / 33 + 4 + portmap_reads
+        [self.syscalls() / 33 + 4 + portmap_reads, 0, 0, 2, 4 << 10]
     }
 
     /// Describes which counts exceed the bounds of this line of the table; `None` if none does.
     fn excess(&self, counted: &Line) -> Option<String> {
         let mut wrong = Vec::new();
-        if counted.syscalls > self.bound() {
-            wrong.push(format!("{} system calls, {} in the table", counted.syscalls, self.syscalls));
-        }
-        if counted.programs > self.programs {
-            wrong.push(format!("{} programs, {} in the table", counted.programs, self.programs));
-        }
-        if counted.threads > self.threads {
-            wrong.push(format!("{} threads, {} in the table", counted.threads, self.threads));
-        }
-        if let (Some(allowed), Some(counted)) = (self.netlink, counted.netlink) {
-            wrong.extend(allowed.requests.excess(counted.requests, 2, "netlink requests"));
-            // The sizes of some lists, such as that of the links, depend on the kernel.
-            wrong.extend(allowed.received.excess(counted.received, 4 << 10, "bytes received over netlink"));
+        for (index, (Column { unit, .. }, tolerance)) in COLUMNS.iter().zip(self.tolerances()).enumerate() {
+            match (self.counts.get(index), counted.counts.get(index)) {
+                (Some(None), Some(Some(number))) => {
+                    wrong.push(format!("{number} {unit}: grows with the number of containers"));
+                }
+                (Some(Some(allowed)), Some(Some(number))) if *number > allowed + tolerance => {
+                    wrong.push(format!("{number} {unit}, {allowed} in the table"));
+                }
+                _ => {}
+            }
         }
         (!wrong.is_empty()).then(|| format!("{}: {}", self.what, wrong.join("; ")))
     }
@@ -191,7 +157,7 @@ fn guarded_cases() -> Vec<Case> {
 pub(crate) fn run(options: &Guard) -> Result<bool> {
     let table = read(options)?;
     let counted = count_all(options, &table)?;
-    if options.mode == GuardMode::Update {
+    if options.update {
         let text: String = counted.iter().map(Line::text).collect();
         fs::write(&options.table, format!("{HEAD}{text}"))
             .doing(format_args!("failed to write {}", options.table.display()))?;
@@ -214,7 +180,6 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let world = World::new()?;
     // No guarded case has the side `Theirs`, so its folder does not matter.
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
-    let is_compared = options.mode == GuardMode::Compare;
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
     // The lines of cases that this machine cannot run, and the operations with their counts.
     let (mut skipped, mut counted) = (Vec::new(), Vec::new());
@@ -236,7 +201,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
                 count(&world, &folders, &case, *side, &mut counts).doing(doing)?;
                 let is_too_much =
                     |(what, counts): &(String, Counts)| exceeds(&line(what, counts, on_empty_node(&counted, what)));
-                if !is_compared || !counts.iter().any(is_too_much) {
+                if options.update || !counts.iter().any(is_too_much) {
                     break;
                 }
             }
@@ -257,17 +222,12 @@ fn on_empty_node<'c>(counted: &'c [(String, Counts)], what: &str) -> Option<&'c 
 
 /// Returns the line of an operation, with the counts of netlink if it is one on a full node.
 fn line(what: &str, counts: &Counts, on_empty_node: Option<&Counts>) -> Line {
-    let netlink = on_empty_node.map(|on_empty| Netlink {
-        requests: if counts.requests <= on_empty.requests { Count::Flat } else { Count::Exactly(counts.requests) },
-        received: if counts.received <= RECEIVED_MAX { Count::Flat } else { Count::Exactly(counts.received) },
-    });
-    Line {
-        what: what.to_owned(),
-        syscalls: counts.own_syscalls,
-        programs: counts.programs,
-        threads: counts.own_threads,
-        netlink,
+    let mut columns = vec![Some(counts.own_syscalls), Some(counts.programs), Some(counts.own_threads)];
+    if let Some(on_empty) = on_empty_node {
+        columns.push(Some(counts.requests).filter(|requests| *requests > on_empty.requests));
+        columns.push(Some(counts.received).filter(|received| *received > RECEIVED_MAX));
     }
+    Line { what: what.to_owned(), counts: columns }
 }
 
 /// Compares the counted operations with the table, and prints the differences. Returns whether both
@@ -283,12 +243,9 @@ fn compare(options: &Guard, table: &[Line], counted: &[Line]) -> bool {
         if let Some(excess) = old.excess(line) {
             progress(&format!("exceeds the table: {excess}"));
             is_good = false;
-        } else if line.bound() < old.syscalls {
-            // Fewer system calls by more than the tolerance.
-            say(&format!(
-                "below the table: {}: {} system calls, {} in the table",
-                line.what, line.syscalls, old.syscalls
-            ));
+        } else if line.syscalls() + line.tolerances()[0] < old.syscalls() {
+            let (what, counted, old) = (&line.what, line.syscalls(), old.syscalls());
+            say(&format!("below the table: {what}: {counted} system calls, {old} in the table"));
         }
     }
     for old in table.iter().filter(|old| !counted.iter().any(|line| line.what == old.what)) {
@@ -304,7 +261,7 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     let text = fs::read_to_string(&options.table).doing(format_args!("failed to read {path}"))?;
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let lines = lines.map(Line::parse).collect::<Result<Vec<Line>>>().doing(format_args!("invalid table {path}"))?;
-    if lines.is_empty() && options.mode == GuardMode::Compare {
+    if lines.is_empty() && !options.update {
         return Err(Error::new(format!(
             "{path} is empty, so there is nothing to compare with; scripts/bench --counts writes it"
         )));
@@ -341,7 +298,8 @@ mod tests {
     use super::*;
 
     fn line(syscalls: usize, programs: usize, threads: usize) -> Line {
-        Line { what: "bridge + host-local ADD, ours".to_owned(), syscalls, programs, threads, netlink: None }
+        let counts = [syscalls, programs, threads].map(Some).to_vec();
+        Line { what: "bridge + host-local ADD, ours".to_owned(), counts }
     }
 
     #[test]

@@ -28,37 +28,29 @@ mod world;
 use std::io::Write as _;
 use std::process::ExitCode;
 
-use error::Result;
-use options::Job;
+use clap::Parser as _;
 
-/// Runs the job that the arguments ask for. Exits with 1 after an error, or if [`run`] returns
-/// `false`.
+use options::{Job, Options};
+
+/// Runs the job that the arguments ask for. Exits with 1 after an error, if a case could not be
+/// measured or, in the guard, if the counts do not match the table.
 fn main() -> ExitCode {
     // Before anything else, because `trace::run` starts this program a second time, without
     // arguments, only to be traced and to exec the plugin.
-    if let Some(error) = trace::become_tracee() {
-        let _ = writeln!(std::io::stderr(), "cni-bench: {error}");
-        return ExitCode::FAILURE;
-    }
-    match options::parse().and_then(run) {
+    let outcome = match trace::become_tracee() {
+        Some(error) => Err(error),
+        None => match Options::parse() {
+            Options { job: Some(Job::Guard(options)), .. } => guard::run(&options),
+            Options { bench: Some(options), .. } => measure::all(&options),
+            Options { job: None, bench: None } => Err(error::Error::new("--ours, --theirs and --out are expected")),
+        },
+    };
+    match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "cni-bench: {error}");
             ExitCode::FAILURE
         }
-    }
-}
-
-/// Runs a job. Returns `false` if a case could not be measured or, in the guard, if the counts do
-/// not match the table.
-fn run(job: Job) -> Result<bool> {
-    match job {
-        Job::Help => {
-            let _ = std::io::stdout().write_all(options::HELP.as_bytes());
-            Ok(true)
-        }
-        Job::Bench(options) => measure::all(&options),
-        Job::Guard(options) => guard::run(&options),
     }
 }

@@ -29,30 +29,20 @@ const LATE: Duration = Duration::from_secs(600);
 pub(crate) struct Row {
     pub(crate) group: &'static str,
     pub(crate) case: String,
+    /// The number of attachments that are made at once. One round of such a case is one crowd.
+    pub(crate) at_once: Option<usize>,
     pub(crate) side: Side,
     pub(crate) verb: &'static str,
-    /// The wall time of each call, in milliseconds.
+    /// The wall time of each call, in milliseconds; of attachments at once, the time from the
+    /// common start to the end of each.
     pub(crate) wall: Samples,
-    /// The user and system time of each call, in milliseconds.
+    /// The user and system time of each call, in milliseconds; of attachments at once, that per
+    /// attachment, once for each crowd.
     pub(crate) cpu: Samples,
-    /// System calls and the like, if they were counted.
-    pub(crate) counts: Option<Counts>,
-}
-
-/// The measurements of one verb for crowds of the same size. A crowd is `count` attachments made at
-/// once, so one round of such a case is one crowd.
-#[derive(Debug)]
-pub(crate) struct CrowdRow {
-    pub(crate) case: String,
-    pub(crate) count: usize,
-    pub(crate) side: Side,
-    pub(crate) verb: &'static str,
     /// Attachments per second, once for each crowd.
     pub(crate) per_second: Samples,
-    /// The time from the common start to the end of each attachment, in milliseconds.
-    pub(crate) latency: Samples,
-    /// The user and system time per attachment, in milliseconds, once for each crowd.
-    pub(crate) cpu: Samples,
+    /// System calls and the like, if they were counted.
+    pub(crate) counts: Option<Counts>,
 }
 
 /// The sizes of one plugin's binaries, in bytes.
@@ -68,7 +58,6 @@ pub(crate) struct Size {
 #[derive(Debug, Default)]
 pub(crate) struct Results {
     pub(crate) rows: Vec<Row>,
-    pub(crate) crowds: Vec<CrowdRow>,
     pub(crate) sizes: Vec<Size>,
     /// Cases that could not be measured, and why.
     pub(crate) failures: Vec<String>,
@@ -85,46 +74,42 @@ impl Results {
     }
 
     /// Returns the measurements of a verb of a crowd of `count`; `None` if it was not measured.
-    pub(crate) fn crowd(&self, case: &str, count: usize, side: Side, verb: &str) -> Option<&CrowdRow> {
-        let mut rows = self.crowds.iter();
-        rows.find(|row| row.case == case && row.count == count && row.side == side && row.verb == verb)
+    pub(crate) fn crowd(&self, case: &str, count: usize, side: Side, verb: &str) -> Option<&Row> {
+        let mut rows = self.crowds();
+        rows.find(|row| row.case == case && row.at_once == Some(count) && row.side == side && row.verb == verb)
     }
 
-    /// Adds the cost of one call to the row of its verb, which is created if it does not exist.
-    fn add(&mut self, case: &Case, side: Side, verb: &'static str, cost: Cost) {
-        if let Some(row) = self.row_mut(case, side, verb) {
-            row.wall.push(cost.wall);
-            row.cpu.push(cost.cpu);
-            return;
+    /// Returns the measurements of attachments that were made at once.
+    pub(crate) fn crowds(&self) -> impl Iterator<Item = &Row> {
+        self.rows.iter().filter(|row| row.at_once.is_some())
+    }
+
+    /// Returns the row of a verb of a case, to add measurements. Creates the row if it is missing.
+    fn row_mut(&mut self, case: &Case, side: Side, verb: &'static str) -> &mut Row {
+        let (wall, cpu, per_second) = (Samples::default(), Samples::default(), Samples::default());
+        let (group, name, at_once) = (case.group, case.name.clone(), case.at_once);
+        let new = Row { group, case: name, at_once, side, verb, wall, cpu, per_second, counts: None };
+        let is_same = |row: &Row| row.case_key() == new.case_key() && (row.side, row.verb) == (side, verb);
+        let position = self.rows.iter().position(is_same).unwrap_or(self.rows.len());
+        if position == self.rows.len() {
+            self.rows.push(new);
         }
-        let (mut wall, mut cpu) = (Samples::default(), Samples::default());
-        wall.push(cost.wall);
-        cpu.push(cost.cpu);
-        self.rows.push(Row { group: case.group, case: case.name.clone(), side, verb, wall, cpu, counts: None });
+        &mut self.rows[position]
     }
 
-    /// Sorts the rows of each case by verb, then by side, and keeps the order of the cases. Sorts
-    /// the crowds by the name of the case, then by count, verb and side.
+    /// Sorts the rows of each case by verb, then by side, and keeps the order of the cases.
     fn sort(&mut self) {
         let verb_position = |verb: &str| VERBS.iter().position(|known| *known == verb);
-        let name = |row: &Row| format!("{}{}", row.group, row.case);
-        let cases: Vec<String> = self.rows.iter().map(name).collect();
-        let case_position = |row: &Row| cases.iter().position(|case| *case == name(row));
+        let cases: Vec<String> = self.rows.iter().map(Row::case_key).collect();
+        let case_position = |row: &Row| cases.iter().position(|case| *case == row.case_key());
         self.rows.sort_by_key(|row| (case_position(row), verb_position(row.verb), row.side));
-        self.crowds.sort_by(|a, b| (&a.case, a.count, a.verb, a.side).cmp(&(&b.case, b.count, b.verb, b.side)));
     }
+}
 
-    /// Stores the counts of a verb in its row. Does nothing if the verb was not measured.
-    fn set_counts(&mut self, case: &Case, side: Side, verb: &str, counts: Counts) {
-        if let Some(row) = self.row_mut(case, side, verb) {
-            row.counts = Some(counts);
-        }
-    }
-
-    /// Returns the row of a verb of a case, to add measurements; `None` if it does not exist yet.
-    fn row_mut(&mut self, case: &Case, side: Side, verb: &str) -> Option<&mut Row> {
-        let mut rows = self.rows.iter_mut();
-        rows.find(|row| row.group == case.group && row.case == case.name && row.side == side && row.verb == verb)
+impl Row {
+    /// Returns a text that only the rows of the same case have.
+    fn case_key(&self) -> String {
+        format!("{} {} {:?}", self.group, self.case, self.at_once)
     }
 }
 
@@ -132,7 +117,7 @@ impl Results {
 /// lacks a plugin of [`cases::FIVE`].
 fn sizes(folders: &Folders) -> Result<Vec<Size>> {
     let mut sizes = Vec::new();
-    for plugin in cases::FIVE.iter().chain(cases::OTHERS).copied() {
+    for plugin in cases::FIVE.into_iter().chain(cases::OTHERS.split(' ')) {
         let size_in = |dir: &Path| {
             let path = dir.join(plugin);
             path.metadata().map(|file| file.len()).doing(format_args!("failed to find {}", path.display()))
@@ -151,11 +136,11 @@ fn sizes(folders: &Folders) -> Result<Vec<Size>> {
 pub(crate) fn all(options: &Bench) -> Result<bool> {
     let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
     std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
-    let machine = report::machine(&folders, options.extent);
+    let machine = report::machine(&folders, options.extent());
     let mut results = Results { machine, sizes: sizes(&folders)?, ..Results::default() };
     let world = World::new()?;
     let begin = Instant::now();
-    for case in cases::all(options.extent) {
+    for case in cases::all(options.extent()) {
         let name = match case.at_once {
             Some(count) => format!("{}: {} ({count})", case.group, case.name),
             None => format!("{}: {}", case.group, case.name),
@@ -175,7 +160,7 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
         let rounds = if begin.elapsed() > LATE {
             Rounds { min: 1, max: 20, time: Duration::from_secs(1) }
         } else {
-            options.extent.rounds()
+            options.extent().rounds()
         };
         if let Err(error) = measure_case(&world, &folders, &case, rounds, &mut results) {
             report::progress(&format!("        {error}"));
@@ -231,11 +216,13 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
             ready.node.enter()?;
             let label = round_label(ready, round);
             if let Some(count) = case.at_once {
-                merge(&mut results.crowds, measure_crowd(world, ready, case, round, count).doing(label)?);
+                measure_crowd(world, ready, (case, count), round, results).doing(label)?;
                 continue;
             }
             for (verb, cost) in ready.with_interface(|| measure_verbs(world, ready, case, round)).doing(label)? {
-                results.add(case, ready.side, verb, cost);
+                let row = results.row_mut(case, ready.side, verb);
+                row.wall.push(cost.wall);
+                row.cpu.push(cost.cpu);
             }
         }
     }
@@ -244,7 +231,7 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
             ready.node.enter()?;
             // No measured round has this number, so the container ID is new.
             for (verb, counts) in ready.with_interface(|| count_verbs(world, ready, case, usize::MAX))? {
-                results.set_counts(case, ready.side, verb, counts);
+                results.row_mut(case, ready.side, verb).counts = Some(counts);
             }
         }
     }
@@ -294,7 +281,7 @@ pub(crate) fn count_verbs(
 ) -> Result<Vec<(&'static str, Counts)>> {
     run_verbs(ready, case, &ready.attachment(round, 0), |call, total: &mut Counts| {
         let (output, counts) = trace::run(call, world.scratch())?;
-        total.add(counts);
+        total.add(&counts);
         Ok(output)
     })
 }
@@ -325,49 +312,26 @@ fn run_verbs<T: Default>(
     Ok(totals)
 }
 
-/// Runs ADD and then DEL for `count` attachments at once, and returns one row for each of the two
-/// verbs. Fails if a call fails.
-fn measure_crowd(world: &World, ready: &Ready, case: &Case, round: usize, count: usize) -> Result<Vec<CrowdRow>> {
-    let mut rows = Vec::new();
-    let mut results = Vec::new();
+/// Runs ADD and then DEL for the case's `count` attachments at once, and adds the measurements to
+/// `results`. Fails if a call fails.
+fn measure_crowd(
+    world: &World,
+    ready: &Ready,
+    (case, count): (&Case, usize),
+    round: usize,
+    results: &mut Results,
+) -> Result<()> {
+    let mut added = Vec::new();
     for verb in ["ADD", "DEL"] {
-        let crowd = burst::run(world, ready, round, verb, &results)?;
+        let crowd = burst::run(world, ready, round, verb, &added)?;
         if crowd.latencies.len() != count {
             return Err(Error::new(format!("only {} of {count} attachments ended", crowd.latencies.len())));
         }
-        let mut row = CrowdRow {
-            case: case.name.clone(),
-            count,
-            side: ready.side,
-            verb,
-            per_second: Samples::default(),
-            latency: Samples::default(),
-            cpu: Samples::default(),
-        };
+        let row = results.row_mut(case, ready.side, verb);
         row.per_second.push(count as f64 / crowd.wall * 1e3);
         row.cpu.push(crowd.cpu / count as f64);
-        crowd.latencies.iter().for_each(|latency| row.latency.push(*latency));
-        rows.push(row);
-        if verb == "ADD" {
-            results = crowd.results;
-        }
+        crowd.latencies.iter().for_each(|latency| row.wall.push(*latency));
+        added = crowd.results;
     }
-    Ok(rows)
-}
-
-/// Adds the rows of one crowd to the rows of the same case, count, side and verb in `all`.
-fn merge(all: &mut Vec<CrowdRow>, rows: Vec<CrowdRow>) {
-    for row in rows {
-        let is_same = |old: &&mut CrowdRow| {
-            (&old.case, old.count, old.side, old.verb) == (&row.case, row.count, row.side, row.verb)
-        };
-        match all.iter_mut().find(is_same) {
-            Some(old) => {
-                old.per_second.extend(row.per_second);
-                old.latency.extend(row.latency);
-                old.cpu.extend(row.cpu);
-            }
-            None => all.push(row),
-        }
-    }
+    Ok(())
 }

@@ -1,38 +1,77 @@
-//! Parses the command line. `scripts/bench` is the command that users run; it passes these options.
+//! Defines the command line. Users run `scripts/bench`, which passes these options.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::error::{Doing as _, Error, Result};
+use clap::{Args, Parser, Subcommand};
 
-/// The text of `--help`.
-pub(crate) const HELP: &str = "\
-Usage: cni-bench --ours DIR --theirs DIR --out DIR [--quick] [--only TEXT]...
-       cni-bench guard --ours DIR --table FILE [--update]
+/// Measures two folders of CNI plugins and compares them; see scripts/bench --help
+#[derive(Debug, Parser)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    pub(crate) job: Option<Job>,
+    #[command(flatten)]
+    pub(crate) bench: Option<Bench>,
+}
 
-See scripts/bench --help.
-";
-
-/// What the program does.
-#[derive(Debug)]
+/// The job, if it is not a measurement.
+#[derive(Debug, Subcommand)]
 pub(crate) enum Job {
-    Help,
-    Bench(Bench),
+    /// Compares counts, such as those of system calls, with a table
     Guard(Guard),
 }
 
-/// Measures two sets of plugins and compares them.
-#[derive(Debug)]
+/// The arguments of a measurement.
+#[derive(Debug, Args)]
 pub(crate) struct Bench {
-    /// The folder of this project's plugins.
+    /// The folder of this project's plugins
+    #[arg(long, value_name = "DIR", value_parser = existing_folder)]
     pub(crate) ours: PathBuf,
-    /// The folder of the plugins to compare with.
+    /// The folder of the plugins to compare with
+    #[arg(long, value_name = "DIR", value_parser = existing_folder)]
     pub(crate) theirs: PathBuf,
-    /// The folder that the results are written to.
+    /// The folder that the results are written to
+    #[arg(long, value_name = "DIR", value_parser = absolute)]
     pub(crate) out: PathBuf,
-    pub(crate) extent: Extent,
-    /// Only cases whose `group: name` contains one of these texts; all if empty.
+    /// Run few rounds and small sizes
+    #[arg(long)]
+    quick: bool,
+    /// Only cases whose `group: name` contains one of these texts
+    #[arg(long, value_name = "TEXT")]
     pub(crate) only: Vec<String>,
+}
+
+impl Bench {
+    /// Returns how much is measured.
+    pub(crate) fn extent(&self) -> Extent {
+        if self.quick { Extent::Quick } else { Extent::Full }
+    }
+}
+
+/// The arguments of the guard.
+#[derive(Debug, Args)]
+pub(crate) struct Guard {
+    /// The folder of this project's plugins
+    #[arg(long, value_name = "DIR", value_parser = existing_folder)]
+    pub(crate) ours: PathBuf,
+    /// The file with the expected counts
+    #[arg(long, value_name = "FILE", value_parser = absolute)]
+    pub(crate) table: PathBuf,
+    /// Write the counts to the table, instead of failing if a count exceeds its bound or the table
+    /// has other operations
+    #[arg(long)]
+    pub(crate) update: bool,
+}
+
+/// Returns the absolute path of an existing folder, without symbolic links.
+fn existing_folder(path: &str) -> std::io::Result<PathBuf> {
+    std::fs::canonicalize(path)
+}
+
+/// Returns the absolute path of a file or folder, which need not exist.
+fn absolute(path: &str) -> std::io::Result<PathBuf> {
+    std::path::absolute(path)
 }
 
 /// How much is measured.
@@ -77,67 +116,4 @@ pub(crate) struct Rounds {
     pub(crate) min: usize,
     pub(crate) max: usize,
     pub(crate) time: Duration,
-}
-
-/// Compares counts, such as those of system calls, with a table of expected counts.
-#[derive(Debug)]
-pub(crate) struct Guard {
-    /// The folder of this project's plugins.
-    pub(crate) ours: PathBuf,
-    /// The file with the expected counts.
-    pub(crate) table: PathBuf,
-    pub(crate) mode: GuardMode,
-}
-
-/// What is done with the counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GuardMode {
-    /// Fail if a count exceeds its bound, or if the table has different operations.
-    Compare,
-    /// Write the counts to the table.
-    Update,
-}
-
-/// Parses the arguments of this process.
-///
-/// # Errors
-/// An argument is unknown or missing, or a folder does not exist.
-pub(crate) fn parse() -> Result<Job> {
-    let mut words = std::env::args_os().skip(1);
-    let (mut ours, mut theirs, mut out, mut table) = (None, None, None, None);
-    let (mut extent, mut mode, mut is_guard, mut only) = (Extent::Full, GuardMode::Compare, false, Vec::new());
-    while let Some(word) = words.next() {
-        let word = word.to_string_lossy().into_owned();
-        let mut value = || words.next().ok_or_else(|| Error::new(format!("command line: {word} needs a value")));
-        match word.as_str() {
-            "--ours" => ours = Some(PathBuf::from(value()?)),
-            "--theirs" => theirs = Some(PathBuf::from(value()?)),
-            "--out" => out = Some(PathBuf::from(value()?)),
-            "--table" => table = Some(PathBuf::from(value()?)),
-            "--only" => only.push(value()?.to_string_lossy().into_owned()),
-            "--quick" => extent = Extent::Quick,
-            "--update" => mode = GuardMode::Update,
-            "--help" | "-h" => return Ok(Job::Help),
-            "guard" => is_guard = true,
-            other => return Err(Error::new(format!("command line: unknown argument {other:?}; --help lists all"))),
-        }
-    }
-    let required = |value: Option<PathBuf>, name: &str| {
-        value.ok_or_else(|| Error::new(format!("command line: {name} is missing")))
-    };
-    let absolute =
-        |path: PathBuf, name: &str| std::path::absolute(&path).doing(format_args!("invalid {name} {}", path.display()));
-    let ours = existing_folder(required(ours, "--ours DIR")?)?;
-    if is_guard {
-        let table = absolute(required(table, "--table FILE")?, "--table")?;
-        return Ok(Job::Guard(Guard { ours, table, mode }));
-    }
-    let theirs = existing_folder(required(theirs, "--theirs DIR")?)?;
-    let out = absolute(required(out, "--out DIR")?, "--out")?;
-    Ok(Job::Bench(Bench { ours, theirs, out, extent, only }))
-}
-
-/// Returns the absolute path of an existing folder, without symbolic links.
-fn existing_folder(path: PathBuf) -> Result<PathBuf> {
-    std::fs::canonicalize(&path).doing(format_args!("failed to find {}", path.display()))
 }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::cases::{ALONE, AT_ONCE, CHAINS, FULL, Folders, MAPPINGS, MASQUERADE, RESERVATIONS, START, Side};
 use crate::error::{Doing as _, Result};
-use crate::measure::{CrowdRow, Results, Row};
+use crate::measure::{Results, Row};
 use crate::options::Extent;
 use crate::targets::{self, short};
 use crate::world::run;
@@ -90,22 +90,12 @@ fn installed_package(folder: &Path) -> Option<String> {
     Some(name_and_version.trim().replace('\t', " "))
 }
 
-/// A table of the report.
-struct Table {
-    title: String,
-    head: Vec<&'static str>,
-    rows: Vec<Vec<String>>,
-}
-
-impl Table {
-    /// Renders the table as Markdown, under a heading.
-    fn markdown(&self) -> String {
-        let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
-        let head: Vec<String> = self.head.iter().map(|cell| (*cell).to_owned()).collect();
-        let rule: Vec<String> = self.head.iter().map(|_| "---".to_owned()).collect();
-        let rows: String = self.rows.iter().map(|cells| row(cells)).collect();
-        format!("### {}\n\n{}{}{rows}\n", self.title, row(&head), row(&rule))
-    }
+/// Returns a table as Markdown, under a heading. `head` are the names of the columns, with ` | `
+/// between them.
+fn table(title: &str, head: &str, rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let rule = vec!["---"; head.split(" | ").count()].join(" | ");
+    let rows: String = rows.into_iter().map(|cells| format!("| {} |\n", cells.join(" | "))).collect();
+    format!("### {title}\n\n| {head} |\n| {rule} |\n{rows}\n")
 }
 
 /// Prints the tables to standard output, writes all figures as JSON into the folder `out`, and
@@ -135,17 +125,17 @@ fn markdown(results: &Results) -> String {
         text.push_str(&format!("- {name}: {value}\n"));
     }
     text.push('\n');
-    text.push_str(&targets_table(results).markdown());
+    text.push_str(&targets_table(results));
     for group in GROUPS {
         let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
         if !rows.is_empty() {
-            text.push_str(&group_table(results, group, &rows).markdown());
+            text.push_str(&group_table(results, group, &rows));
         }
     }
-    if !results.crowds.is_empty() {
-        text.push_str(&crowd_table(results).markdown());
+    if results.crowds().next().is_some() {
+        text.push_str(&crowd_table(results));
     }
-    text.push_str(&size_table(results).markdown());
+    text.push_str(&size_table(results));
     for failure in &results.failures {
         text.push_str(&format!("- Not measured: {failure}\n"));
     }
@@ -156,7 +146,7 @@ fn markdown(results: &Results) -> String {
 }
 
 /// Returns the table of targets.
-fn targets_table(results: &Results) -> Table {
+fn targets_table(results: &Results) -> String {
     let rows = targets::all(results).into_iter().map(|target| {
         let kept = match target.kept {
             Some(true) => "yes",
@@ -165,7 +155,7 @@ fn targets_table(results: &Results) -> Table {
         };
         vec![target.what, target.bound, target.reached, kept.to_owned()]
     });
-    Table { title: "Targets".to_owned(), head: vec!["what", "target", "reached", "kept"], rows: rows.collect() }
+    table("Targets", "what | target | reached | kept", rows)
 }
 
 /// Formats a number, or returns `-` if there is none or it is not finite.
@@ -175,7 +165,7 @@ fn number_or_dash(value: Option<f64>) -> String {
 
 /// Returns the table of a group with the median wall times: one line for each case and verb, a
 /// column for each side.
-fn group_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
+fn group_table(results: &Results, group: &str, rows: &[&Row]) -> String {
     let mut lines: Vec<Vec<String>> = Vec::new();
     let mut done: Vec<(&str, &str)> = Vec::new();
     for row in rows {
@@ -190,47 +180,34 @@ fn group_table(results: &Results, group: &str, rows: &[&Row]) -> Table {
         line.extend([number_or_dash(ratio(Side::Ours)), number_or_dash(ratio(Side::OursNft))]);
         lines.push(line);
     }
-    Table {
-        title: format!("{} (median wall time, ms)", capital(group)),
-        head: vec![
-            "case",
-            "verb",
-            "ours",
-            "ours, nftables",
-            "theirs",
-            "kernel alone",
-            "ours/theirs",
-            "nftables/theirs",
-        ],
-        rows: lines,
-    }
+    let head = "case | verb | ours | ours, nftables | theirs | kernel alone | ours/theirs | nftables/theirs";
+    table(&format!("{} (median wall time, ms)", capital(group)), head, lines)
 }
 
 /// Returns the table of the attachments made at once.
-fn crowd_table(results: &Results) -> Table {
-    let cells = |row: &CrowdRow| {
-        let theirs = results.crowd(&row.case, row.count, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs);
+fn crowd_table(results: &Results) -> String {
+    let cells = |row: &Row| {
+        let count = row.at_once.unwrap_or_default();
+        let theirs = results.crowd(&row.case, count, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs);
         vec![
-            format!("{} of {}", row.count, row.case),
+            format!("{count} of {}", row.case),
             row.verb.to_owned(),
             row.side.label().to_owned(),
             short(row.per_second.median()),
-            short(row.latency.median()),
-            short(row.latency.p99()),
+            short(row.wall.median()),
+            short(row.wall.p99()),
             short(row.cpu.median()),
             number_or_dash(theirs.map(|theirs| row.per_second.median() / theirs.per_second.median())),
             row.per_second.len().to_string(),
         ]
     };
-    Table {
-        title: format!("{} (each from the common start to its end, ms; CPU per attachment, ms)", capital(AT_ONCE)),
-        head: vec!["case", "verb", "side", "per second", "median", "p99", "CPU", "times theirs", "crowds"],
-        rows: results.crowds.iter().map(cells).collect(),
-    }
+    let title = format!("{} (each from the common start to its end, ms; CPU per attachment, ms)", capital(AT_ONCE));
+    let head = "case | verb | side | per second | median | p99 | CPU | times theirs | crowds";
+    table(&title, head, results.crowds().map(cells))
 }
 
 /// Returns the table of the binaries' sizes, with the sum of the plugins that both folders have.
-fn size_table(results: &Results) -> Table {
+fn size_table(results: &Results) -> String {
     let line = |name: &str, ours: u64, theirs: Option<u64>| {
         let kilo = |bytes: u64| format!("{:.0}", bytes as f64 / 1e3);
         let ratio = theirs.map(|theirs| ours as f64 / theirs as f64);
@@ -242,7 +219,7 @@ fn size_table(results: &Results) -> Table {
     let sum_of_theirs = in_both().map(|(_, theirs)| theirs).sum();
     rows.push(line("those that both have", in_both().map(|(ours, _)| ours).sum(), Some(sum_of_theirs)));
     rows.push(line("all", results.sizes.iter().map(|size| size.ours).sum(), None));
-    Table { title: "Sizes (kB)".to_owned(), head: vec!["plugin", "ours", "theirs", "ours/theirs"], rows }
+    table("Sizes (kB)", "plugin | ours | theirs | ours/theirs", rows)
 }
 
 /// Returns the text with its first letter in upper case.
@@ -257,7 +234,7 @@ fn as_json(results: &Results) -> Value {
     let rounded = |value: f64| (value * 1e3).round() / 1e3;
     let machine: serde_json::Map<String, Value> =
         results.machine.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect();
-    let rows = results.rows.iter().map(|row| {
+    let rows = results.rows.iter().filter(|row| row.at_once.is_none()).map(|row| {
         json!({
             "group": row.group, "case": row.case, "side": row.side.label(), "verb": row.verb, "n": row.wall.len(),
             "wall_ms": {"median": rounded(row.wall.median()), "p99": rounded(row.wall.p99())},
@@ -269,11 +246,11 @@ fn as_json(results: &Results) -> Value {
             })),
         })
     });
-    let crowds = results.crowds.iter().map(|row| {
+    let crowds = results.crowds().map(|row| {
         json!({
-            "case": row.case, "count": row.count, "side": row.side.label(), "verb": row.verb,
+            "case": row.case, "count": row.at_once, "side": row.side.label(), "verb": row.verb,
             "crowds": row.per_second.len(), "per_second": rounded(row.per_second.median()),
-            "latency_ms": {"median": rounded(row.latency.median()), "p99": rounded(row.latency.p99())},
+            "latency_ms": {"median": rounded(row.wall.median()), "p99": rounded(row.wall.p99())},
             "cpu_ms_each": rounded(row.cpu.median()),
         })
     });

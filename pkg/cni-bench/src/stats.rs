@@ -10,11 +10,6 @@ impl Samples {
         self.0.push(value);
     }
 
-    /// Adds the values of other samples.
-    pub(crate) fn extend(&mut self, more: Samples) {
-        self.0.extend(more.0);
-    }
-
     /// Returns the number of values.
     pub(crate) fn len(&self) -> usize {
         self.0.len()

@@ -45,19 +45,9 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
     let mut targets = Vec::new();
     for (side, bound) in [(Side::Ours, 0.15), (Side::OursNft, 0.08)] {
         let (ours, theirs) = (row(&whole, side, "ADD"), row(&whole, Side::Theirs, "ADD"));
-        let name = backend(side);
-        targets.push(at_most(
-            format!("ADD of {whole}, {name}: wall, of theirs"),
-            bound,
-            "",
-            ratio(wall(ours), wall(theirs)),
-        ));
-        targets.push(at_most(
-            format!("ADD of {whole}, {name}: CPU, of theirs"),
-            0.12,
-            "",
-            ratio(cpu(ours), cpu(theirs)),
-        ));
+        let of = format!("ADD of {whole}, {}", backend(side));
+        targets.push(at_most(format!("{of}: wall, of theirs"), bound, "", ratio(wall(ours), wall(theirs))));
+        targets.push(at_most(format!("{of}: CPU, of theirs"), 0.12, "", ratio(cpu(ours), cpu(theirs))));
     }
     for (side, bound) in [(Side::Ours, 14.0), (Side::OursNft, 6.0)] {
         let dellink = wall(row(&whole, Side::Kernel, "RTM_DELLINK"));

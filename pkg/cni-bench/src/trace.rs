@@ -49,27 +49,32 @@ pub(crate) struct Counts {
 
 impl Counts {
     /// Adds the counts of another call of the same chain. The peak is that of the larger one.
-    pub(crate) fn add(&mut self, other: Counts) {
-        self.syscalls += other.syscalls;
-        self.programs += other.programs;
-        self.threads += other.threads;
-        self.peak = self.peak.max(other.peak);
-        self.own_syscalls += other.own_syscalls;
-        self.own_threads += other.own_threads;
-        self.requests += other.requests;
-        self.received += other.received;
+    pub(crate) fn add(&mut self, other: &Counts) {
+        let peak = self.peak.max(other.peak);
+        self.combine(other, |own, other| own + other);
+        self.peak = peak;
     }
 
     /// Lowers each count to that of another run of the same call.
     pub(crate) fn lower_to(&mut self, other: &Counts) {
-        self.syscalls = self.syscalls.min(other.syscalls);
-        self.programs = self.programs.min(other.programs);
-        self.threads = self.threads.min(other.threads);
-        self.peak = self.peak.min(other.peak);
-        self.own_syscalls = self.own_syscalls.min(other.own_syscalls);
-        self.own_threads = self.own_threads.min(other.own_threads);
-        self.requests = self.requests.min(other.requests);
-        self.received = self.received.min(other.received);
+        self.combine(other, usize::min);
+    }
+
+    /// Replaces each count by its combination with the same count of `other`.
+    fn combine(&mut self, other: &Counts, combine: fn(usize, usize) -> usize) {
+        let Counts { syscalls, programs, threads, peak, own_syscalls, own_threads, requests, received } = self;
+        for (own, other) in [
+            (syscalls, other.syscalls),
+            (programs, other.programs),
+            (threads, other.threads),
+            (peak, other.peak),
+            (own_syscalls, other.own_syscalls),
+            (own_threads, other.own_threads),
+            (requests, other.requests),
+            (received, other.received),
+        ] {
+            *own = combine(*own, other);
+        }
     }
 }
 
@@ -119,9 +124,9 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
     let mut tracer = Tracer {
         folder,
         counts: Counts::default(),
-        in_syscall: HashMap::new(),
-        foreign: HashSet::new(),
+        known: HashSet::new(),
         begun_calls: HashMap::new(),
+        foreign: HashSet::new(),
         netlink_sockets: HashSet::new(),
         has_begun: false,
     };
@@ -137,9 +142,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
             }
             WaitStatus::Stopped(pid, signal) => {
                 // A new thread or process begins with a SIGSTOP, which must not be delivered.
-                let is_new = !tracer.in_syscall.contains_key(&pid);
-                tracer.in_syscall.entry(pid).or_default();
-                let is_first_stop = is_new && signal == Signal::SIGSTOP;
+                let is_first_stop = tracer.known.insert(pid) && signal == Signal::SIGSTOP;
                 resume(pid, (!is_first_stop).then_some(signal))?;
             }
             WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, tracer.counts)),
@@ -166,12 +169,12 @@ struct Tracer<'a> {
     /// The plugin's own folder.
     folder: &'a Path,
     counts: Counts,
-    /// The known threads, and whether each is between the entry and the exit of a system call.
-    in_syscall: HashMap<Pid, bool>,
+    /// The threads that have been stopped by a signal.
+    known: HashSet<Pid>,
+    /// The number and the first argument of the system call that a thread has begun and not ended.
+    begun_calls: HashMap<Pid, (i64, u64)>,
     /// Threads of programs outside `folder`.
     foreign: HashSet<Pid>,
-    /// The system call that a thread is in, if it is a [`SocketCall`].
-    begun_calls: HashMap<Pid, SocketCall>,
     /// The netlink sockets: thread and descriptor.
     netlink_sockets: HashSet<(Pid, u64)>,
     /// Whether the root process has become the plugin. Nothing is counted before.
@@ -179,58 +182,37 @@ struct Tracer<'a> {
 }
 
 impl Tracer<'_> {
-    /// Handles a stop at the entry or exit of a system call, and counts the call at its entry.
+    /// Handles a stop of a thread: the entry of a system call and its exit, alternately. Counts the
+    /// call at its entry, and what it does with a netlink socket at its exit.
     fn on_syscall(&mut self, pid: Pid) {
-        // The thread stops at the entry and at the exit of each call, alternately.
-        let in_syscall = self.in_syscall.entry(pid).or_default();
-        *in_syscall = !*in_syscall;
-        if !self.has_begun {
+        const NETLINK: u64 = libc::AF_NETLINK as u64;
+        let is_own = self.has_begun && !self.foreign.contains(&pid);
+        let Some((call, argument)) = self.begun_calls.remove(&pid) else {
+            self.begun_calls.insert(pid, registers::call(pid).unwrap_or_default());
+            self.counts.syscalls += usize::from(self.has_begun);
+            self.counts.own_syscalls += usize::from(is_own);
             return;
-        }
-        if *in_syscall {
-            self.counts.syscalls += 1;
-            if self.foreign.contains(&pid) {
-                return;
-            }
-            self.counts.own_syscalls += 1;
-            if let Some(call) = registers::arguments(pid).and_then(SocketCall::new) {
-                self.begun_calls.insert(pid, call);
-            }
-        } else if let Some(call) = self.begun_calls.remove(&pid)
-            && let Some(returned) = registers::returned(pid)
-        {
-            self.on_socket_call(pid, call, returned);
-        }
-    }
-
-    /// Counts a call that has ended and `returned` this value, if its socket is one of netlink.
-    fn on_socket_call(&mut self, pid: Pid, call: SocketCall, returned: u64) {
+        };
+        let Some(returned) = registers::returned(pid).filter(|_| is_own) else { return };
         match call {
-            SocketCall::Open => {
-                self.netlink_sockets.insert((pid, returned));
+            libc::SYS_socket if argument == NETLINK => drop(self.netlink_sockets.insert((pid, returned))),
+            libc::SYS_close => drop(self.netlink_sockets.remove(&(pid, argument))),
+            _ if !self.netlink_sockets.contains(&(pid, argument)) => {}
+            libc::SYS_sendto | libc::SYS_sendmsg => self.counts.requests += 1,
+            libc::SYS_recvfrom | libc::SYS_recvmsg => {
+                self.counts.received += usize::try_from(returned).unwrap_or_default();
             }
-            SocketCall::Close { descriptor } => {
-                self.netlink_sockets.remove(&(pid, descriptor));
-            }
-            SocketCall::Send { descriptor } | SocketCall::Receive { descriptor }
-                if !self.netlink_sockets.contains(&(pid, descriptor)) => {}
-            SocketCall::Send { .. } => self.counts.requests += 1,
-            SocketCall::Receive { .. } => self.counts.received += usize::try_from(returned).unwrap_or(0),
+            _ => {}
         }
     }
 
     /// Counts an exec or a new thread, notes which program a new process runs, and reads the memory
     /// of a process that ends.
     fn on_event(&mut self, pid: Pid, event: i32) -> Result<()> {
-        const EXEC: i32 = ptrace::Event::PTRACE_EVENT_EXEC as i32;
-        const CLONE: i32 = ptrace::Event::PTRACE_EVENT_CLONE as i32;
-        const FORK: i32 = ptrace::Event::PTRACE_EVENT_FORK as i32;
-        const VFORK: i32 = ptrace::Event::PTRACE_EVENT_VFORK as i32;
-        const EXIT: i32 = ptrace::Event::PTRACE_EVENT_EXIT as i32;
         match event {
-            EXEC => {
+            libc::PTRACE_EVENT_EXEC => {
                 // The exit of the `execve` call is still to come.
-                self.in_syscall.insert(pid, true);
+                self.begun_calls.entry(pid).or_default();
                 // The first exec is that of the plugin itself.
                 self.counts.programs += usize::from(self.has_begun);
                 self.has_begun = true;
@@ -239,9 +221,9 @@ impl Tracer<'_> {
                     _ => self.foreign.insert(pid),
                 };
             }
-            CLONE | FORK | VFORK => {
+            libc::PTRACE_EVENT_CLONE | libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK => {
                 // fork and vfork have their own events, so a clone is a new thread.
-                if event == CLONE {
+                if event == libc::PTRACE_EVENT_CLONE {
                     self.counts.threads += usize::from(self.has_begun);
                     self.counts.own_threads += usize::from(self.has_begun && !self.foreign.contains(&pid));
                 }
@@ -254,41 +236,10 @@ impl Tracer<'_> {
                     self.foreign.insert(Pid::from_raw(child));
                 }
             }
-            EXIT => self.counts.peak = self.counts.peak.max(peak_memory(pid).unwrap_or(0)),
+            libc::PTRACE_EVENT_EXIT => self.counts.peak = self.counts.peak.max(peak_memory(pid).unwrap_or(0)),
             _ => {}
         }
         Ok(())
-    }
-}
-
-/// A system call on a socket, or one that may close a socket.
-#[derive(Clone, Copy, Debug)]
-enum SocketCall {
-    /// Opens a netlink socket.
-    Open,
-    Close {
-        descriptor: u64,
-    },
-    Send {
-        descriptor: u64,
-    },
-    Receive {
-        descriptor: u64,
-    },
-}
-
-impl SocketCall {
-    /// Returns what a system call does, by its number and its first argument; `None` for any other
-    /// call.
-    fn new((number, argument): (i64, u64)) -> Option<SocketCall> {
-        const NETLINK: u64 = libc::AF_NETLINK as u64;
-        match number {
-            libc::SYS_socket => (argument == NETLINK).then_some(SocketCall::Open),
-            libc::SYS_close => Some(SocketCall::Close { descriptor: argument }),
-            libc::SYS_sendto | libc::SYS_sendmsg => Some(SocketCall::Send { descriptor: argument }),
-            libc::SYS_recvfrom | libc::SYS_recvmsg => Some(SocketCall::Receive { descriptor: argument }),
-            _ => None,
-        }
     }
 }
 
@@ -298,7 +249,7 @@ mod registers {
     use nix::unistd::Pid;
 
     /// Returns the number of the system call that the thread enters, and its first argument.
-    pub(super) fn arguments(thread: Pid) -> Option<(i64, u64)> {
+    pub(super) fn call(thread: Pid) -> Option<(i64, u64)> {
         let registers = ptrace::getregs(thread).ok()?;
         #[cfg(target_arch = "x86_64")]
         let call = (registers.orig_rax.cast_signed(), registers.rdi);
