@@ -208,16 +208,23 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
     }
     // The other plugins need half a second for a container.
     let (many, few) = (extent.full_node(), extent.full_node() / 6);
-    for (made_by, containers, name, sides) in
-        [(Maker::Same, many, "the same plugins", &FIREWALL[..2]), (Maker::Theirs, few, "theirs", &FIREWALL[..])]
-    {
+    let with_masquerade = ChainSpec { masquerade: true, ..SIMPLE };
+    let on_own_node: (&[&str], &[ChainSpec]) =
+        (&["portmap", "firewall", "bandwidth", "tuning"], &[with_masquerade, WHOLE]);
+    for (made_by, containers, name, sides, (plugins, chains)) in [
+        (Maker::Same, many, "the same plugins", &FIREWALL[..2], on_own_node),
+        (Maker::Theirs, few, "theirs", &FIREWALL[..], (&["portmap", "firewall"], &[WHOLE])),
+    ] {
         let full = FullNode { made_by, containers, ports: 5 };
         let on = format!("{} containers made by {name}", grouped(containers));
-        for plugin in [&alone::PORTMAP, &alone::FIREWALL_PLUGIN] {
-            cases.push(full.case(format!("{}, {on}", plugin.name), Plugins::Alone(plugin), sides));
+        for plugin in alone::ALL.iter().filter(|plugin| plugins.contains(&plugin.name)) {
+            let sides: Vec<Side> = sides.iter().copied().filter(|side| plugin.sides.contains(side)).collect();
+            cases.push(full.case(format!("{}, {on}", plugin.name), Plugins::Alone(plugin), &sides));
         }
         let with_kernel = [sides, &[Side::Kernel]].concat();
-        cases.push(full.case(format!("{}, {on}", WHOLE.name()), Plugins::Chain(WHOLE), &with_kernel));
+        for chain in chains {
+            cases.push(full.case(format!("{}, {on}", chain.name()), Plugins::Chain(*chain), &with_kernel));
+        }
     }
     cases
 }
