@@ -21,6 +21,7 @@ use super::portmap::iptables::shape as portmap_iptables;
 use super::portmap::nft::shape as portmap_nft;
 use super::spoof;
 use cni::AttachmentId;
+use cni::attachment::Marked;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -100,15 +101,20 @@ impl RuleOwner {
         }
     }
 
-    /// Returns the owner that an alias names; `None` if the text is not an alias.
-    fn from_alias(alias: &str, evidence: Evidence) -> Option<RuleOwner> {
-        let parsed = AttachmentId::parse(alias)?;
-        Some(RuleOwner {
-            network: Some(parsed.network),
-            container: parsed.container_id,
-            ifname: Some(parsed.ifname),
-            evidence,
-        })
+    /// Returns the owner that `alias` names; if it is not an alias, the owner with these names of
+    /// network, container and interface.
+    fn new(alias: Option<&str>, [network, container, ifname]: [Option<&str>; 3], evidence: Evidence) -> RuleOwner {
+        let (network, container, ifname) = match alias.and_then(AttachmentId::parse) {
+            Some(Marked { network, container_id, ifname }) => (Some(network), container_id, Some(ifname)),
+            None => (network.map(str::to_owned), container.map(str::to_owned), ifname.map(str::to_owned)),
+        };
+        RuleOwner { network, container, ifname, evidence }
+    }
+
+    /// Returns the owner that a record of the plugin firewall names.
+    fn of_record(owned: &forward::owner::OwnedAddress) -> RuleOwner {
+        let evidence = Evidence::Name(owned.owner.clone(), forward::owner::name);
+        RuleOwner::new(Some(&owned.owner), [None; 3], evidence)
     }
 }
 
@@ -166,17 +172,14 @@ fn program_name(family: Family, variant: Variant) -> String {
     }
 }
 
-/// Returns the entry for an address whose packets the plugin firewall accepts; `None` if its owner
-/// is not an alias.
-fn forward_entry(place: String, owned: &forward::owner::OwnedAddress) -> Option<ContainerRule> {
+/// Returns the entry for an address whose packets the plugin firewall accepts.
+fn forward_entry(place: String, owned: &forward::owner::OwnedAddress) -> ContainerRule {
     let redirected = if owned.accepts_redirected { " and connections to its host ports" } else { "" };
     let mut text = format!("packets of {}{redirected} are accepted", owned.address);
     if let Some(bridge) = owned.ingress.bridge() {
         text += &format!("; {bridge} has ingressPolicy {}", owned.ingress.name());
     }
-    let comment = &owned.owner;
-    let owner = RuleOwner::from_alias(comment, Evidence::Name(comment.clone(), forward::owner::name))?;
-    Some(ContainerRule { purpose: Purpose::Forward, place, owner, text, removal: None })
+    ContainerRule { purpose: Purpose::Forward, place, owner: RuleOwner::of_record(owned), text, removal: None }
 }
 
 /// Adds to `rules` an entry for each container address whose packets iptables' table filter
@@ -188,7 +191,7 @@ fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<Contai
         let Some(owned) = forward::iptables::read_record(rule) else { continue };
         // The entry's place is the chain of the accepting rules, as the records have no effect.
         let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
-        rules.extend(forward_entry(place, &owned));
+        rules.push(forward_entry(place, &owned));
     }
     Ok(())
 }
@@ -203,12 +206,12 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
             continue;
         }
         for record in chain.records(nft)? {
-            rules.extend(forward_entry(format!("nft {}", chain.table()), &record.owned));
+            rules.push(forward_entry(format!("nft {}", chain.table()), &record.owned));
         }
     }
     // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.
     for record in forward::sources::find_records(nft)?.records(nft)? {
-        rules.extend(forward_entry("firewalld".to_owned(), &record.owned));
+        rules.push(forward_entry("firewalld".to_owned(), &record.owned));
     }
     list_spoof(nft, rules)
 }
@@ -224,12 +227,10 @@ fn list_egress(nft: &mut Nft, records: &RecordChain, rules: &mut Vec<ContainerRu
             None => forward::egress::count_dropped(nft, &chain)?,
         };
         dropped_by_chain.insert(chain.clone(), dropped);
-        let evidence = Evidence::Name(owned.owner.clone(), forward::owner::name);
-        let Some(owner) = RuleOwner::from_alias(&owned.owner, evidence) else { continue };
         rules.push(ContainerRule {
             purpose: Purpose::Egress,
             place: format!("nft {} {chain}", forward::egress::TABLE),
-            owner,
+            owner: RuleOwner::of_record(&owned),
             text: format!(
                 "connections of {} are checked by the rules of its network, which dropped {dropped} packets",
                 owned.address
@@ -264,16 +265,10 @@ fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<
     let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
     for listed in nft.rules(table, chain)? {
         let comment = listed.rule.comment.clone().unwrap_or_default();
-        let value_of = |key: &str| {
-            let value = comment.split(", ").find_map(|part| part.strip_prefix(key));
-            value.map(str::to_owned)
-        };
-        let owner = RuleOwner {
-            network: value_of("net: "),
-            container: value_of("id: "),
-            ifname: value_of("if: "),
-            evidence: Evidence::Name(masquerade_nft::key_of(&comment).to_owned(), masquerade_nft::attachment_key),
-        };
+        let value_of = |key: &str| comment.split(", ").find_map(|part| part.strip_prefix(key));
+        let names = [value_of("net: "), value_of("id: "), value_of("if: ")];
+        let key = masquerade_nft::key_of(&comment).to_owned();
+        let owner = RuleOwner::new(None, names, Evidence::Name(key, masquerade_nft::attachment_key));
         // The rule does not name its family. The text for the wrong family lacks the addresses, so
         // the longer text is the right one.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
@@ -293,9 +288,7 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
                 let Some(container) = listed.rule.comment.clone() else { continue };
                 let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
                 let alias = identity::alias(&listed.rule);
-                let owner_in_tag = alias.and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
-                let owner_in_comment = RuleOwner { network: None, container: Some(container), ifname: None, evidence };
-                let owner = owner_in_tag.unwrap_or(owner_in_comment);
+                let owner = RuleOwner::new(alias.as_deref(), [None, Some(&container), None], evidence);
                 let text = match portmap_nft::read_mapping(&listed.rule) {
                     Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
                     None => words(family, &listed.rule.exprs).join(" "),
@@ -317,16 +310,9 @@ fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
         let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
         let evidence = Evidence::Name(comment, |owner| spoof::Id::new(&owner.container_id, &owner.ifname).comment());
         let alias = listed.rule.tag(spoof::TAG_ALIAS).map(String::from_utf8_lossy);
-        let owner_in_tag = alias.and_then(|alias| RuleOwner::from_alias(&alias, evidence.clone()));
         // A guess: both parts can contain a dash, but names of interfaces seldom do.
         let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((&container_ifname, ""));
-        let owner_in_comment = RuleOwner {
-            network: None,
-            container: Some(container.to_owned()),
-            ifname: Some(ifname.to_owned()),
-            evidence,
-        };
-        let owner = owner_in_tag.unwrap_or(owner_in_comment);
+        let owner = RuleOwner::new(alias.as_deref(), [None, Some(container), Some(ifname)], evidence);
         let text = "only the container's own MAC address passes".to_owned();
         rules.push(nft_entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
     }
@@ -382,12 +368,9 @@ fn owner_of_jump(
         let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none());
         ifname = tags.filter_map(Rule::comment).find_map(AttachmentId::parse).map(|parsed| parsed.ifname);
     }
-    Ok(RuleOwner {
-        network: network_and_container.map(|(network, _)| network.to_owned()),
-        container: network_and_container.map(|(_, container)| container.to_owned()),
-        ifname,
-        evidence: Evidence::Name(jump.comment().unwrap_or_default().to_owned(), comment_of),
-    })
+    let evidence = Evidence::Name(jump.comment().unwrap_or_default().to_owned(), comment_of);
+    let (network, container) = network_and_container.unzip();
+    Ok(RuleOwner::new(None, [network, container, ifname.as_deref()], evidence))
 }
 
 #[cfg(test)]
