@@ -239,6 +239,8 @@ mod tests {
             let inner = container.link("eth0").unwrap();
             assert_eq!((inner.index, inner.peer_index), (made.peer_index, Some(made.index)));
             assert_eq!((inner.mac, inner.mtu, inner.up, inner.master), (Some(PEER), 1400, false, None));
+            let found = host.find_peer(&outer).unwrap().unwrap();
+            assert_eq!((found.name, found.index, found.mtu), ("eth0".to_owned(), inner.index, 1400));
 
             host.delete_link(made.index).unwrap();
             assert_eq!(container.find_link("eth0").unwrap(), None);
@@ -252,7 +254,7 @@ mod tests {
             let made = host.create_veth(&VethSpec::new("br0.5", HOST, "veth5", PEER)).unwrap();
             let ends = (host.link("br0.5").unwrap(), host.link("veth5").unwrap());
             assert_eq!((ends.0.index, ends.1.index), (made.index, made.peer_index));
-            assert_eq!(ends.0.peer_netnsid, None);
+            assert_eq!((ends.0.peer_netnsid, host.find_peer(&ends.0).unwrap()), (None, None));
         });
     }
 

@@ -25,6 +25,7 @@ pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 use crate::bond::BondMode;
 use crate::error::{Cause, Error, Reason, Result};
 use crate::mac::Mac;
+use crate::netlink::wire::attribute;
 use crate::netlink::{Kind, Netlink, Reply};
 
 /// The attributes of a bridge for the spanning tree protocol, for the forwarding of frames to
@@ -272,6 +273,23 @@ impl Netlink {
             Err(cause) if cause.errno() == Some(libc::ENODEV) => Ok(self.find_link_by_index(link.index)?.is_none()),
             Err(cause) => Err(Error::new(format_args!("failed to look up the other end of {}", link.name), cause)),
         }
+    }
+
+    /// Returns a veth's other end in another namespace, without entering that namespace. Returns
+    /// `None` if the other end is in this namespace, or if the kernel cannot look it up there: its
+    /// namespace has no ID in this one, or the kernel is older than 4.15.
+    pub fn find_peer(&self, link: &Link) -> Result<Option<Link>> {
+        let (Some(netns_id), Some(peer_index)) = (link.peer_netnsid, link.peer_index) else { return Ok(None) };
+        let request = LinkRequest::new(peer_index).netns_id(netns_id).answer_filter(libc::RTEXT_FILTER_SKIP_STATS);
+        let reply = self
+            .get(Kind::GetLink, &request)
+            .map_err(|cause| Error::new(format_args!("failed to look up the other end of {}", link.name), cause))?;
+        // An older kernel ignores the ID: it looks in this namespace, and its answer has no ID.
+        let id = netns_id.to_ne_bytes();
+        let is_of_namespace = |reply: &Reply| {
+            parts(reply).is_some_and(|(_, encoded)| attribute(encoded, libc::IFLA_IF_NETNSID) == Some(id.as_slice()))
+        };
+        Ok(reply.filter(is_of_namespace).as_ref().and_then(decode))
     }
 
     /// Returns every interface of the namespace.

@@ -23,8 +23,8 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
     let ips = results.flat_map(|result| result.ips);
     let families: Vec<Family> = ips.map(|ip| Family::of(ip.address.address())).collect();
     // The links behind which containers use the host as a gateway.
-    let attached_links = node.snapshot.attachments.attached_links();
-    let outside_bridges = attached_links.iter().map(|(_, link)| *link).filter(|link| link.master.is_none());
+    let attached_links = &node.snapshot.attachments.attached_links;
+    let outside_bridges = attached_links.iter().map(|(_, link)| link).filter(|link| link.master.is_none());
     let gateways: Vec<&Link> = node.snapshot.bridges().into_iter().chain(outside_bridges).collect();
     let mut sysctls = Vec::new();
     for family in [Family::V4, Family::V6] {
@@ -67,13 +67,13 @@ pub(super) fn links(node: &Examined<'_>) -> CheckOutcome {
         let problem = "is down: its containers cannot communicate";
         outcome.add(format!("bridge {}", bridge.name), problem, set_link(&bridge.name, "up"));
     }
-    let attached_links = node.snapshot.attachments.attached_links();
-    for (attachment, link) in &attached_links {
+    let attached_links = &node.snapshot.attachments.attached_links;
+    for (attachment, link) in attached_links {
         let object = format!("host link {} ({})", link.name, name_of(attachment));
         if !link.up {
             outcome.add(object, "is down", set_link(&link.name, "up"));
         } else if link.oper_state == OperState::Down
-            && find_container_end(node, attachment).is_some_and(|container_end| !container_end.up)
+            && find_container_end(node, attachment, link).is_some_and(|container_end| !container_end.up)
         {
             let problem = "has no carrier: the container's end is down";
             outcome.add(object, problem, set_container_end(node, attachment, "up"));
@@ -114,8 +114,13 @@ fn set_container_end(node: &Examined<'_>, attachment: &AttachmentId, change: &st
 }
 
 /// Returns the attachment's link in the container, or `None` if the link does not exist or the
-/// namespace cannot be entered.
-fn find_container_end(node: &Examined<'_>, attachment: &AttachmentId) -> Option<Link> {
+/// namespace cannot be entered. Looks the link up from the host, as the other end of `host_end`.
+/// Enters the namespace only if the kernel cannot do that, because it takes longer.
+fn find_container_end(node: &Examined<'_>, attachment: &AttachmentId, host_end: &Link) -> Option<Link> {
+    let has_name = |link: &Link| link.name == attachment.ifname;
+    if let Some(peer) = node.netlink.find_peer(host_end).ok().flatten().filter(has_name) {
+        return Some(peer);
+    }
     let netns = Netns::open(Path::new(&netns_of(node, attachment)?)).ok()?;
     node.netlink.open_in(&netns).ok()?.find_link(&attachment.ifname).ok()?
 }
@@ -130,9 +135,9 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let uplink = find_uplink(node)?;
     // A problem that many containers share is reported once for their bridge or network.
     let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
-    let attached_links = node.snapshot.attachments.attached_links();
-    for (attachment, host_end) in &attached_links {
-        let Some(container_end) = find_container_end(node, attachment) else { continue };
+    let attached_links = &node.snapshot.attachments.attached_links;
+    for (attachment, host_end) in attached_links {
+        let Some(container_end) = find_container_end(node, attachment, host_end) else { continue };
         let AttachmentId { network, ifname, .. } = attachment;
         if container_end.mtu != host_end.mtu {
             let problem = format!(

@@ -76,6 +76,11 @@ pub(crate) struct Attachments {
     /// The attachment that a link's alias names, and the link. Without ifbs: all these links
     /// disappear with the container.
     pub(crate) aliased_links: Vec<(AttachmentId, Link)>,
+    /// The links on the host that belong to attachments: those with an alias, and those of the Go
+    /// plugins, which set none. For a cached attachment without an aliased link, that is the veth
+    /// with the name and the MAC of an interface in its result. The name alone does not suffice,
+    /// because another link may have taken it.
+    pub(crate) attached_links: Vec<(AttachmentId, Link)>,
 }
 
 impl Attachments {
@@ -91,10 +96,12 @@ impl Attachments {
         let ids: Vec<AttachmentId> = cached.iter().map(Entry::id).collect();
         let by_alias = ids.iter().map(AttachmentId::alias).zip(0..).collect();
         let liveness = cached.iter().map(|entry| Liveness::of(entry, context.call.machine)).collect();
-        let (unreadable, aliased_links) = (problems, Vec::new());
-        let mut found = Attachments { cached, ids, liveness, by_alias, unreadable, links, aliased_links };
+        let (unreadable, aliased_links, attached_links) = (problems, Vec::new(), Vec::new());
+        let mut found =
+            Attachments { cached, ids, liveness, by_alias, unreadable, links, aliased_links, attached_links };
         let aliased = |link: &Link| Some((found.attachment_in_alias(link)?, link.clone()));
         found.aliased_links = found.links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
+        found.attached_links = [found.aliased_links.clone(), found.find_unaliased_links()].concat();
         Ok(found)
     }
 
@@ -173,32 +180,23 @@ impl Attachments {
         Some(AttachmentId::new(parsed.network, parsed.container_id.unwrap_or(hash), parsed.ifname))
     }
 
-    /// Returns the links on the host that belong to attachments. A link is found by its alias. The
-    /// Go plugins set no alias: for a cached attachment without an aliased link, the veth with the
-    /// name and the MAC of an interface in its result is found. The name alone does not suffice,
-    /// because another link may have taken it.
-    pub(crate) fn attached_links(&self) -> Vec<(AttachmentId, &Link)> {
-        let mut attached: Vec<(AttachmentId, &Link)> =
-            self.aliased_links.iter().map(|(attachment, link)| (attachment.clone(), link)).collect();
-        let aliased: HashSet<String> = attached.iter().map(|(attachment, _)| attachment.alias()).collect();
-        for (entry, attachment) in self.cached.iter().zip(&self.ids) {
-            if aliased.contains(&attachment.alias()) {
-                continue;
-            }
-            let result = result_of(entry).unwrap_or_default();
-            let found = self.links.iter().find(|link| is_veth_of_result(link, &result));
-            attached.extend(found.map(|link| (attachment.clone(), link)));
-        }
-        attached
+    /// Returns the links of the cached attachments that have no aliased link.
+    fn find_unaliased_links(&self) -> Vec<(AttachmentId, Link)> {
+        let aliased: HashSet<&AttachmentId> = self.aliased_links.iter().map(|(attachment, _)| attachment).collect();
+        let unaliased = self.cached.iter().zip(&self.ids).filter(|(_, attachment)| !aliased.contains(attachment));
+        let with_link = unaliased.filter_map(|(entry, attachment)| {
+            let result = result_of(entry)?;
+            Some((attachment.clone(), self.links.iter().find(|link| is_veth_of_result(link, &result))?.clone()))
+        });
+        with_link.collect()
     }
 
     /// Returns the cached attachments of the containers that have a link on the host for which
     /// `condition` is true.
     pub(crate) fn entries_with_link(&self, condition: impl Fn(&Link) -> bool) -> impl Iterator<Item = &Entry> {
-        let links = self.attached_links().into_iter().filter(|(_, link)| condition(link));
-        let containers: HashSet<(String, String)> = links.map(|(id, _)| (id.network, id.container_id)).collect();
-        let has_link =
-            move |entry: &&Entry| containers.contains(&(entry.network.clone(), entry.attachment.container_id.clone()));
+        let links = self.attached_links.iter().filter(|(_, link)| condition(link));
+        let containers: HashSet<(&str, &str)> = links.map(|(id, _)| (&*id.network, &*id.container_id)).collect();
+        let has_link = move |entry: &&Entry| containers.contains(&(&*entry.network, &*entry.attachment.container_id));
         self.cached.iter().filter(has_link)
     }
 

@@ -76,7 +76,7 @@ impl Snapshot {
     /// [`Attachments::attached_links`], and a bridge of a configured network with any port, because
     /// the port may belong to an attachment that is not known.
     pub(crate) fn bridges(&self) -> Vec<&Link> {
-        let masters: Vec<u32> = self.attachments.attached_links().iter().filter_map(|(_, link)| link.master).collect();
+        let masters: Vec<u32> = self.attachments.attached_links.iter().filter_map(|(_, link)| link.master).collect();
         let configured: Vec<String> = self.networks.iter().flat_map(bridges_of).collect();
         let has_ports = |bridge: &Link| self.attachments.links.iter().any(|link| link.master == Some(bridge.index));
         let is_used = |bridge: &&Link| {

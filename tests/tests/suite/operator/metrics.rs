@@ -145,7 +145,7 @@ fn scrape(folder: &Path) -> String {
 }
 
 #[test]
-fn metrics_read_each_cache_entry_once() {
+fn metrics_read_each_cache_entry_once_and_enter_no_container() {
     require!(probe::plugin("cnitool"));
     require!(probe::tool("strace"));
     let operator = Operator::new();
@@ -153,11 +153,13 @@ fn metrics_read_each_cache_entry_once() {
     let trace = operator.node.dir().join("trace").display().to_string();
     let program = cni_testkit::bin_dir().join("cnitool").display().to_string();
     let folder = operator.node.dir().join("net.d").display().to_string();
-    let strace = ["strace", "-qq", "-e", "trace=open,openat", "-o", &trace, &program, "metrics", "--conf-dir", &folder];
+    let strace =
+        ["strace", "-qq", "-e", "trace=open,openat,setns", "-o", &trace, &program, "metrics", "--conf-dir", &folder];
     let ran = operator.node.run(&strace);
     assert!(ran.ok && ran.stdout.contains("cni_metrics_complete 1"), "{ran:?}");
     let text = fs::read_to_string(&trace).unwrap();
     assert_eq!(text.lines().filter(|line| line.contains("/results/net1-")).count(), 1, "{text}");
+    assert!(!text.contains("setns("), "{text}");
     operator.detach(&container);
 }
 
