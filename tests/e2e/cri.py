@@ -281,10 +281,11 @@ def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_one_run_of_the_timer(n
 
     def left():
         # Namespaces and cached results are containerd's. It kills the plugins whose callers are
-        # gone: a link that has no reservation yet has no age for cnitool, and goes with its
+        # gone: a link that has no alias yet is only known by its group, and goes with its
         # namespace.
-        theirs = ("namespace ", "file /var/lib/cni/results/", "link ")
-        return [line for line in node.leftovers() if line not in in_use and not line.startswith(theirs)]
+        nameless = [f"link {link['ifname']}" for link in json.loads(sh("ip", "-j", "link")) if not link.get("ifalias")]
+        theirs = ("namespace ", "file /var/lib/cni/results/")
+        return [line for line in node.leftovers() if line not in in_use + nameless and not line.startswith(theirs)]
 
     before = len(left())
     # What cnitool knows of a reservation's age are whole seconds.

@@ -8,9 +8,11 @@
 //! is older than the list.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::time::{Duration, SystemTime};
 
 use cni::{AttachmentId, Error};
+use cni_linux::Link;
 use libcni::cache::Entry;
 use libcni::{Attachment, NetworkList, Runtime};
 
@@ -33,8 +35,8 @@ pub(super) struct Traces<'a> {
     /// The latest time at which a cache entry of the attachment was written or, without one, a
     /// reservation.
     since: Option<SystemTime>,
-    /// The link on the host that has its alias.
-    link: Option<&'a str>,
+    /// The youngest link on the host that has its alias, after a time at which that link existed.
+    link: Option<(SystemTime, &'a str)>,
 }
 
 /// The attachments of one network, and its configurations: that of the folder, and each other one
@@ -147,7 +149,7 @@ impl VerbRun<'_> {
             });
         }
         for (id, link) in &snapshot.attachments.aliased_links {
-            add(id, &mut |traces| traces.link = Some(&link.name));
+            add(id, &mut |traces| traces.link = traces.link.max(Some((existed_at(link), link.name.as_str()))));
         }
         for listed in &snapshot.pools {
             for reservation in listed.reservations.iter().map(|(reservation, _)| reservation) {
@@ -215,7 +217,7 @@ impl VerbRun<'_> {
                 return (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned());
             }
             None if traces.link.is_some() => {
-                let link = traces.link.unwrap_or_default();
+                let link = traces.link.map(|(_, name)| name).unwrap_or_default();
                 return (true, "in use", format!("link {link} on the host has the alias of this attachment"));
             }
             None if evidence.unreadable.iter().any(|line| line.contains(&id.container_id)) => {
@@ -230,6 +232,7 @@ impl VerbRun<'_> {
             Some(since) if evidence.is_young(since) => (true, "young", format!("{what}, but it is too young")),
             Some(_) => (false, "over", what.to_owned()),
             None if self.command.gc.unknown => (false, "over", what.to_owned()),
+            None if traces.link.is_some_and(|(time, _)| !evidence.is_young(time)) => (false, "over", what.to_owned()),
             None => (true, "unknown", format!("{what}, but its age is not known; --unknown removes it")),
         }
     }
@@ -263,6 +266,15 @@ impl VerbRun<'_> {
         }
         outcomes.into_iter().filter_map(Result::err).collect()
     }
+}
+
+/// Returns a time at which a link of the host existed already: the one at which a process first
+/// looked up the folder of the link's sysctls. bridge and ptp write a sysctl of a veth as soon as
+/// they have created it. The kernel does not record when a link was created. If it has forgotten
+/// the time of the look-up, too, this call is the first one. A container cannot change the time.
+fn existed_at(link: &Link) -> SystemTime {
+    let first_use = |family| fs::metadata(format!("/proc/sys/net/{family}/conf/{}", link.name)).ok()?.modified().ok();
+    ["ipv4", "ipv6"].into_iter().filter_map(first_use).min().unwrap_or_else(SystemTime::now)
 }
 
 impl Evidence {

@@ -1,7 +1,10 @@
 //! gc of all networks, and gc with a list of the valid attachments.
 
-use cni_testkit::{Container, patience, probe, report_errors, require};
+use std::time::{Duration, Instant};
+
+use cni_testkit::{Container, Started, crowd, patience, probe, report_errors, require};
 use conformance::{bridge, patched};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::{Operator, path};
@@ -174,4 +177,58 @@ fn the_plugins_of_an_older_list_collect_too() {
     operator.done(&["gc", "net1"]);
     assert_eq!(owners(&operator, "net1"), [format!("{}/eth0", lives.id)]);
     operator.detach(&lives);
+}
+
+/// Starts an ADD for each container, and kills all of them when each has created its link and waits
+/// for the lock of the reservations.
+fn kill_adds_before_their_reservations(operator: &Operator, containers: &[Container]) {
+    let lock = std::fs::File::open(operator.node.dir().join("networks/net1/lock")).unwrap();
+    lock.lock().unwrap();
+    let config = bridge(&operator.node, &["10.1.0.0/24"]);
+    let start = |container| operator.node.plugin("bridge").command("ADD").container(container).config(&config).start();
+    let mut started: Vec<Started> = containers.iter().map(start).collect();
+    started.iter_mut().for_each(Started::release);
+    let deadline = Instant::now() + patience(Duration::from_secs(20));
+    let has_link = |container: &Container| aliases(operator).contains(&format!("cni:net1/{}/eth0", container.id));
+    while !containers.iter().all(has_link) {
+        assert!(Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    started.iter().for_each(|add| add.signal_group(Signal::SIGKILL));
+    started.into_iter().for_each(|add| assert_eq!(add.finish().status, None));
+    lock.unlock().unwrap();
+}
+
+/// Returns the aliases of the node's links to containers.
+fn aliases(operator: &Operator) -> Vec<String> {
+    let links = operator.node.json(&["ip", "-j", "link"]);
+    let links = links.as_array().unwrap().iter();
+    let aliases = links.filter_map(|link| link["ifalias"].as_str());
+    aliases.filter(|alias| alias.starts_with("cni:net1/")).map(str::to_owned).collect()
+}
+
+#[test]
+fn links_of_a_killed_storm_go_and_young_links_stay() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let alive = operator.attach();
+    let killed: Vec<Container> = (0..crowd(50)).map(|_| operator.node.container()).collect();
+    kill_adds_before_their_reservations(&operator, &killed);
+    let gc = |args: &[&str]| {
+        let list = format!("{}/eth0\n", alive.id);
+        operator.call(&[&["gc", "--json", "--valid-from", "-"], args].concat()).stdin(list).run().success()
+    };
+    // Such a link could be that of a running ADD.
+    let json = gc(&[]);
+    for container in &killed {
+        assert_eq!(decision(&json, "net1", &container.id), ("kept", "unknown"));
+    }
+    let json = gc(&["--min-age", "0"]);
+    for container in &killed {
+        assert_eq!(decision(&json, "net1", &container.id), ("removed", "over"));
+        assert!(container.link("eth0").is_none());
+    }
+    assert_eq!(aliases(&operator), [format!("cni:net1/{}/eth0", alive.id)]);
+    alive.ping("10.1.0.1");
+    operator.detach(&alive);
 }
