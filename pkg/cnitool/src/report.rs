@@ -109,15 +109,16 @@ impl Report {
     }
 
     /// Adds a table with one row for each object, or the line `none` without objects. `columns` are
-    /// the fields that the table has, and `colour` returns the highlighting of an object. A column
-    /// without a value is left out.
+    /// the names of the table's fields, with spaces between them, and `colour` returns the
+    /// highlighting of an object. A column without a value is left out.
     pub(crate) fn table(
         &mut self,
-        columns: &[&str],
+        columns: &str,
         objects: &[Value],
         colour: impl Fn(&Value) -> Option<Colour>,
         none: &str,
     ) {
+        let columns: Vec<&str> = columns.split(' ').collect();
         let cells = |object: &Value| columns.iter().map(|column| cell(column, &object[*column])).collect();
         let mut rows: Vec<(Vec<String>, Option<Colour>)> =
             objects.iter().map(|object| (cells(object), colour(object))).collect();

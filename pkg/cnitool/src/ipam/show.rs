@@ -79,9 +79,9 @@ impl IpamContext<'_> {
         let is_nearly_full =
             |row: &Value| u128::from(row["percent"].as_u64().unwrap_or_default()) >= NEARLY_FULL_PERCENT;
         let mut report = Report::new(streams);
-        let columns = ["network", "range", "used", "total", "percent", "folder", "note"];
+        let columns = "network range used total percent folder note";
         let colour = |row: &Value| is_nearly_full(row).then_some(Colour::Yellow);
-        report.table(&columns, &rows, colour, "No network has reservations or uses host-local.");
+        report.table(columns, &rows, colour, "No network has reservations or uses host-local.");
         report.write(streams, self.context.format(), &json!({"ranges": rows}))
     }
 
@@ -119,10 +119,10 @@ impl IpamContext<'_> {
             _ => None,
         };
         let mut report = Report::new(streams);
-        let columns = ["address", "containerID", "ifname", "ageSeconds", "state", "reason", "outsideOfRanges"];
+        let columns = "address containerID ifname ageSeconds state reason outsideOfRanges";
         let none = format!("No container has a reservation in {folder}.");
         let rows: Vec<Value> = checked.into_iter().map(row).collect();
-        report.table(&columns, &rows, colour, &none);
+        report.table(columns, &rows, colour, &none);
         for (address, what) in &unusual {
             report.painted(Colour::Yellow, &format!("{address}: {what}"));
         }
@@ -132,7 +132,7 @@ impl IpamContext<'_> {
             report.line(format_args!("{address}: cools down for another {} s (releaseCooldown)", seconds_left(left)));
         }
         if !blocks.is_empty() {
-            report.table(&["first", "last", "pool", "state", "used"], &blocks, |_| None, "");
+            report.table("first last pool state used", &blocks, |_| None, "");
         }
         let unusual: Vec<Value> = unusual.iter().map(|(ip, what)| json!({"address": ip, "what": what})).collect();
         let cooling = cooling.iter().map(|(ip, left)| json!({"address": ip, "secondsLeft": seconds_left(left)}));
@@ -156,21 +156,11 @@ impl IpamContext<'_> {
         }
         found.retain(|lease| args.network.as_ref().is_none_or(|network| *network == lease.network));
         let colour = |row: &Value| row["lastError"].is_string().then_some(Colour::Yellow);
-        let columns = [
-            "network",
-            "containerID",
-            "ifname",
-            "address",
-            "server",
-            "t1Seconds",
-            "t2Seconds",
-            "expirySeconds",
-            "unconfirmed",
-            "lastError",
-        ];
+        let columns =
+            "network containerID ifname address server t1Seconds t2Seconds expirySeconds unconfirmed lastError";
         let mut report = Report::new(streams);
         let rows: Vec<Value> = found.iter().map(as_json).collect();
-        report.table(&columns, &rows, colour, "No lease is recorded.");
+        report.table(columns, &rows, colour, "No lease is recorded.");
         report.write(streams, self.context.format(), &json!({"leases": rows}))
     }
 }

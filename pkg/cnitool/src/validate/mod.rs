@@ -143,9 +143,9 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
     let mut report = Report::new(streams);
     let none = format!("No network is configured in {}.", folder.path().display());
     if is_listing {
-        let columns = ["network", "cniVersion", "plugins", "file", "state"];
+        let columns = "network cniVersion plugins file state";
         let rows: Vec<Value> = files.iter().map(|file| json!(file)).collect();
-        report.table(&columns, &rows, |_| None, &none);
+        report.table(columns, &rows, |_| None, &none);
         if files.iter().any(|file| !file.problems.is_empty()) {
             report.line("");
         }
