@@ -50,8 +50,8 @@ impl Cluster<'_> {
             };
             holders.entry(holder).or_default().push(block);
         }
-        // Claims in this node's name that the ledger lacks: of another network, of another machine, or
-        // of a call whose answer or ledger was lost.
+        // Claims in this node's name that the ledger lacks: of another network, of another machine,
+        // or of a call whose answer or ledger was lost.
         for block in holders.get(&node).cloned().unwrap_or_default() {
             if self.ledger.state(&block).is_none() && self.claim(&block)?.is_none() {
                 return Ok(Obtained::Changed);

@@ -210,9 +210,9 @@ impl<'a> Cluster<'a> {
     }
 
     /// Gives back what DEL or GC has emptied: blocks of one address, and all but one of a pool's
-    /// other empty blocks, or all if the network has ranges but none in the pool; after a DEL
-    /// (`released`) only blocks that contain a released address. Takes at most a second. An error is a note, and the next call that needs the store repeats
-    /// the release.
+    /// other empty blocks, or all if the network has ranges but none in the pool. After a DEL
+    /// (`released`), gives back only blocks that contain a released address. Takes at most a
+    /// second. An error is a note, and the next call that needs the store repeats the release.
     pub fn give_back(&mut self, released: Option<&[IpAddr]>, in_use: &mut ListInUse<'_>) {
         // Usually nothing is given back. Then the store is not opened, and no claim lock is taken.
         let ledger = Ledger::read(&self.network.sidecar);
@@ -470,8 +470,8 @@ impl<'a> Cluster<'a> {
         Ok(Claim { pool, first, last, node, network, machine, nonce, absent_since: None })
     }
 
-    /// Claims a block that the ledger does not have, if it is free. Returns whether it was. Does not
-    /// ask who has it otherwise, which saves a request.
+    /// Claims a block that the ledger does not have, if it is free. Returns whether it was. Does
+    /// not ask who has it otherwise, which saves a request.
     fn claim_free(&mut self, block: &Block) -> Answer<bool> {
         self.ledger.begin_claim(block);
         self.save()?;
