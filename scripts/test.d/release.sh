@@ -214,7 +214,7 @@ release_emulated() (
     export CNI_IFNAME=eth0 CNI_NETNS=/proc/$$/ns/net CNI_PATH=.
     host_local() { CNI_COMMAND=$1 CNI_CONTAINERID=$2 unshare -n "$qemu" ./host-local <<<"$config"; }
     host_local ADD a | jq -e '.ips[0].address == "10.1.0.2/29"' >/dev/null
-    # Out of the index that the first one wrote.
+    # By the links that the first one wrote.
     host_local ADD b | jq -e '.ips[0].address == "10.1.0.3/29"' >/dev/null
     [ -e "$store/n/10.1.0.2" ]
     host_local DEL a

@@ -461,8 +461,8 @@ def files(folder):
     return sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
 
 
-# Locks, the last address, host-local's index, and dhcp's socket; no temporary file.
-SHARED_FILE = re.compile(r"^/run/cni/dhcp\.sock$|/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/[^/]+/index$")
+# Locks, the last address, the boot of host-local, and dhcp's socket; no temporary file.
+SHARED_FILE = re.compile(r"^/run/cni/dhcp\.sock$|/(lock|last_reserved_ip\.\d+)$|^/run/cni/[^/]*\.lock$|/\.cni/[^/]+/boot$")
 # What pods share, so it stays: built-in chains, and the chains of portmap with what leads to them.
 SHARED_RULES = [
     re.compile(shape)

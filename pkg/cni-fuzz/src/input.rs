@@ -33,10 +33,6 @@ impl<'a> Input<'a> {
         u32::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    pub(crate) fn u64(&mut self) -> u64 {
-        u64::from_be_bytes(std::array::from_fn(|_| self.byte()))
-    }
-
     pub(crate) fn u128(&mut self) -> u128 {
         u128::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }

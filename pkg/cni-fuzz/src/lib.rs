@@ -23,10 +23,10 @@ pub mod conflist;
 pub mod conntrack;
 pub mod dhcp;
 pub mod gob;
-pub mod index;
 mod input;
 pub mod iptables;
 pub mod ledger;
+pub mod links;
 mod machine;
 pub mod nft;
 pub mod node_file;
@@ -52,9 +52,9 @@ pub const TARGETS: [(&str, Target); 21] = [
     ("conntrack", conntrack::run),
     ("dhcp", dhcp::run),
     ("gob", gob::run),
-    ("index", index::run),
     ("iptables", iptables::run),
     ("ledger", ledger::run),
+    ("links", links::run),
     ("nft", nft::run),
     ("node_file", node_file::run),
     ("proc", proc::run),

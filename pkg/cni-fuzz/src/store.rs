@@ -1,6 +1,7 @@
-//! host-local's folder with arbitrary files, links, folders and forged indexes, and verbs on it. An
-//! ADD gives only free addresses and writes a file with mode 0600 for each. DEL and GC succeed and
-//! remove only reservations that they should remove; because of a forged index they may miss some.
+//! host-local's folder with arbitrary files, symbolic links, folders and forged links, and verbs on
+//! it. An ADD gives only free addresses and writes a file with mode 0600 for each. DEL and GC
+//! succeed and remove only reservations that they should remove; because of forged links they may
+//! miss some.
 //! Nothing else changes, in the folder or outside.
 //!
 //! The input: the folder's contents, then the verbs.
@@ -16,8 +17,8 @@ use cni::rollback::Notes;
 use cni_ipam::fuzzing::{address_of_name, plant, reservation_text};
 use cni_ipam::{Host, Lease, Options, Owner, RangeConf, RangeSets, Requested, Store};
 
-use crate::index::{address, entries};
 use crate::input::Input;
+use crate::links::address;
 use crate::machine::NoMachine;
 
 /// The maximum time to wait for the lock.
@@ -43,12 +44,14 @@ pub fn run(data: &[u8]) {
             break;
         }
         // The low three bits select what is done: 0 and 1 are ADD, 2 ADD with a requested address,
-        // 3 and 4 DEL, 5 GC, 6 list and STATUS, 7 replaces the index with a forged one. The next
+        // 3 and 4 DEL, 5 GC, 6 list and STATUS, 7 adds forged links. The next
         // two bits select the container, and the next one the interface.
         let selector = input.byte();
         let verb = selector % 8;
         if verb == 7 {
-            plant(&data_dir, "net", &host, &entries(&mut input, 16)).expect("failed to write the forged index");
+            let owner = |input: &mut Input<'_>| input.one_of(&["c1\r\neth0", "c2\r\neth0", "c3\r\nnet1", "c1"]);
+            let forged: Vec<_> = (0..input.byte() % 16).map(|_| (owner(&mut input), address(&mut input))).collect();
+            plant(&data_dir, "net", &forged).expect("failed to write the forged links");
             continue;
         }
         let before = files(&folder);
@@ -137,7 +140,7 @@ fn check_add(folder: &Path, before: &Files, owner: &Owner, sets: &RangeSets, lea
 }
 
 /// Checks that DEL or GC removed only reservations in `removable`, and changed no other file. They
-/// need not have removed all of them: a forged index may hide reservations until it is rebuilt.
+/// need not have removed all of them: forged links may hide reservations until the next scan.
 fn check_removal(folder: &Path, before: &Files, removed: Vec<IpAddr>, removable: &[String]) {
     let removed: Vec<String> = removed.iter().map(ToString::to_string).collect();
     assert!(

@@ -1,24 +1,49 @@
 //! Identifies the machine and its current boot, for the records of reservations.
 //!
-//! The index has hashes of the IDs, not the IDs. If the machine or the boot has no known ID, no
+//! The links have hashes of the IDs, not the IDs. If the machine or the boot has no known ID, no
 //! reservation counts as one of an earlier boot.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::index::hash;
+use crate::content::{hash, parse_hash};
 
 /// A time of a file: seconds since 1970, and nanoseconds.
 pub(crate) type Timestamp = (i64, u32);
 
+/// A boot of a machine: hashes of the machine ID and of the boot ID.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Boot {
+    machine: u64,
+    boot: u64,
+}
+
+impl Boot {
+    /// Parses what [`fmt::Display`] writes. Returns `None` for another text.
+    pub(crate) fn parse(text: &str) -> Option<Boot> {
+        let (machine, boot) = text.split_once('-')?;
+        Some(Boot { machine: parse_hash(machine)?, boot: parse_hash(boot)? })
+    }
+
+    /// Whether it is another boot of the same machine.
+    pub(crate) fn is_other_boot_of_same_machine(&self, other: &Boot) -> bool {
+        self.machine == other.machine && self.boot != other.boot
+    }
+}
+
+impl fmt::Display for Boot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}-{:016x}", self.machine, self.boot)
+    }
+}
+
 /// The identity of the machine and of its current boot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Host {
-    /// The hash of the machine ID, or `None` if the ID is unknown.
-    machine: Option<u64>,
-    /// The hash of the boot ID, or `None` if the ID is unknown.
-    boot: Option<u64>,
+    /// The current boot, or `None` if an ID is unknown.
+    boot: Option<Boot>,
     /// The path of /proc/uptime. Empty if the time of the boot is unknown.
     uptime: PathBuf,
 }
@@ -38,17 +63,13 @@ impl Host {
             "" | "uninitialized" => None,
             id => Some(hash(id.as_bytes())),
         };
-        Host { machine: hash_of_id(machine_id), boot: hash_of_id(boot_id), uptime: PathBuf::new() }
+        let boot = hash_of_id(machine_id).zip(hash_of_id(boot_id)).map(|(machine, boot)| Boot { machine, boot });
+        Host { boot, uptime: PathBuf::new() }
     }
 
-    /// Returns the hash of the machine ID, or 0 if the ID is unknown.
-    pub(crate) fn machine(&self) -> u64 {
-        self.machine.unwrap_or(0)
-    }
-
-    /// Returns the hash of the boot ID, or 0 if the ID is unknown.
-    pub(crate) fn boot(&self) -> u64 {
-        self.boot.unwrap_or(0)
+    /// Returns the current boot, or `None` if the machine or the boot has no known ID.
+    pub(crate) fn boot(&self) -> Option<Boot> {
+        self.boot
     }
 
     /// Returns when this machine was booted, by the present clock, or `None` if that is unknown.
@@ -67,11 +88,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_unknown_is_zero() {
-        let host = Host::new(" \n", "uninitialized\n");
-        assert_eq!((host.machine(), host.boot()), (0, 0));
+    fn a_boot_is_known_with_both_ids() {
+        for (machine, boot) in [(" \n", "uninitialized\n"), ("", "b"), ("a", "\n")] {
+            assert_eq!(Host::new(machine, boot).boot(), None);
+        }
         let host = Host::new("a\n", "b\n");
-        assert!(host.machine() != 0 && host.boot() != 0 && host.machine() != host.boot());
+        let boot = host.boot().unwrap();
+        assert_eq!(Boot::parse(&boot.to_string()), Some(boot));
+        assert!(boot.is_other_boot_of_same_machine(&Host::new("a", "c").boot().unwrap()));
+        assert!(!boot.is_other_boot_of_same_machine(&Host::new("c", "b").boot().unwrap()));
         assert_eq!(host, Host::new("a", "b"));
         assert_eq!(host.booted(), None);
     }

@@ -231,7 +231,7 @@ fn walk(folder: &Path, into: &mut BTreeSet<String>) {
             || name == "xtables.lock"
             // Indexes of long chains.
             || name.starts_with("rules-")
-            || (name == "index" && path.to_string_lossy().contains("/.cni/"));
+            || (name == "boot" && path.to_string_lossy().contains("/.cni/"));
         if !shared {
             let content = fs::read(&path).unwrap_or_default();
             let content: String = String::from_utf8_lossy(&content).chars().take(60).collect();

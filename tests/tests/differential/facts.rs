@@ -144,7 +144,7 @@ fn backup(content: String) -> String {
 
 fn walk(folder: &Path, into: &mut Vec<(PathBuf, String)>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        // The index of host-local and the like: only our plugins make them, and they may be deleted
+        // The links of host-local and the like: only our plugins make them, and they may be deleted
         // at any time.
         if entry.file_name() == ".cni" {
             continue;

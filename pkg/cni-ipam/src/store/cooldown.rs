@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::Locked;
-use crate::index;
+use crate::content::address_of_name;
 use crate::ranges::RangeSet;
 
 /// The largest number of addresses in the file. Of more, the latest releases are stored.
@@ -71,7 +71,7 @@ impl Released {
 /// Returns the address and the time of a line.
 fn parse_line(line: &[u8]) -> Option<(IpAddr, u64)> {
     let (address, time) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-    Some((index::address_of_name(address.as_bytes())?, time.parse().ok()?))
+    Some((address_of_name(address.as_bytes())?, time.parse().ok()?))
 }
 
 /// Returns the time in milliseconds since 1970.
@@ -89,7 +89,7 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
 impl Locked {
     /// Returns the path of the file.
     fn released_path(&self) -> PathBuf {
-        self.folder.sidecar.join("released")
+        self.store.sidecar.join("released")
     }
 
     /// Returns the addresses that cool down at the time `now`: none without a cool-down period.
@@ -137,13 +137,13 @@ impl Locked {
     }
 
     /// Stores that these addresses are released now. Does nothing without a cool-down period.
-    pub(super) fn store_release(&self, addresses: &[IpAddr]) {
-        if self.store.options.cooldown.is_zero() || addresses.is_empty() {
+    pub(super) fn store_release(&self, addresses: impl ExactSizeIterator<Item = IpAddr>) {
+        if self.store.options.cooldown.is_zero() || addresses.len() == 0 {
             return;
         }
         let now = now();
         let mut released = self.read_released(now);
-        released.times.extend(addresses.iter().map(|address| (*address, now)));
+        released.times.extend(addresses.map(|address| (address, now)));
         self.write_released(&released);
     }
 

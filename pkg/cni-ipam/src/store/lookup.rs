@@ -1,22 +1,18 @@
-//! Finds an owner's reservations in the index, and confirms each by reading its file.
+//! Finds an owner's reservations by their links, and confirms each by reading its file.
 //!
-//! Nothing is changed here. A file that cannot be read (a broken disk, no memory, missing
-//! permission) does not end the search. It is an error only if it belongs to the owner according to
-//! the index. If it was unreadable already when the index was built, its owner is unknown: every
-//! verb except STATUS tries again to read it, and writes a note on failure, because an error would
-//! make every DEL of the network fail.
+//! A file that cannot be read (a broken disk, no memory, missing permission) does not end the
+//! search. It is an error only if it belongs to the owner according to its link. If the file has no
+//! link, its owner is unknown: every verb except STATUS tries again to read it, and writes a note
+//! on failure, because an error would make every DEL of the network fail.
 
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cni::{Code, Error, Result};
 
-use super::{Locked, Noted, Owner, Reservation, Trouble};
-use crate::index::table::TableError;
-use crate::index::{self, Content, Index, hash};
-
-/// After this time, a verb stops trying to read unreadable files.
-const RETRY_TIME: Duration = Duration::from_millis(200);
+use super::{Locked, Owner, Reservation, View};
+use crate::content::{self, Content, hash};
+use crate::links::Link;
 
 /// All reservations that can be read, and the files that cannot.
 #[derive(Debug)]
@@ -31,11 +27,12 @@ pub struct Listed {
     pub cooling: Vec<(IpAddr, Duration)>,
 }
 
-/// The reservations of one owner.
+/// The reservations of one owner that have the same form.
+#[derive(Default)]
 pub(super) struct Reserved {
-    /// The addresses whose files name the owner.
-    pub(super) addresses: Vec<IpAddr>,
-    /// One error for each file that cannot be read and that names the owner according to the index.
+    /// Those that name the owner, sorted by address.
+    pub(super) links: Vec<Link>,
+    /// One error for each file that cannot be read and that names the owner according to its link.
     pub(super) errors: Vec<Error>,
 }
 
@@ -45,7 +42,7 @@ impl Reserved {
     /// # Errors
     /// The errors joined, code 5, if there are any: then addresses may be missing.
     pub(super) fn require_complete(self) -> Result<Vec<IpAddr>> {
-        Error::join(self.errors).map(|()| self.addresses)
+        Error::join(self.errors).map(|()| self.links.iter().map(|link| link.address).collect())
     }
 }
 
@@ -55,80 +52,72 @@ impl Locked {
     /// # Errors
     /// Code 5 if the file exists and cannot be read.
     pub(super) fn read(&self, address: IpAddr) -> Result<Content> {
-        index::read(&self.folder.file, address).map_err(|error| {
-            let path = self.folder.path.display();
-            Error::caused(Code::IO, format_args!("failed to read {path}/{address}"), error)
-        })
+        content::read(&self.folder.file, address).map_err(|error| self.read_error(address, error))
     }
 
-    /// Tries again to read the files that were unreadable when the index was built. Returns `true`
-    /// if one of them can be read now: then the index should be rebuilt. If all that are tried are
-    /// still unreadable, writes a note, only once.
-    ///
-    /// Stops after [`RETRY_TIME`], because a broken disk takes long for each file and other verbs
-    /// wait for the lock. GC reads all files in any case.
-    pub(super) fn retry_unreadable(&mut self, index: &Index) -> Result<bool, Trouble> {
-        let unread = index.unreadable().map_err(TableError::Io)?;
-        let total = unread.len();
-        let began = Instant::now();
-        let mut first_error = None;
-        for address in unread {
-            match self.read(address) {
-                Ok(_) => return Ok(true),
-                Err(error) => first_error = first_error.or(Some(error)),
-            }
-            if began.elapsed() > RETRY_TIME {
-                break;
-            }
-        }
-        if let (Some(first_error), Noted::No) = (first_error, self.unreadable_noted) {
-            self.unreadable_noted = Noted::Yes;
-            let others = match total - 1 {
-                0 => String::new(),
-                1 => " (and 1 other file)".to_owned(),
-                others => format!(" (and {others} other files)"),
-            };
-            self.store
-                .options
-                .notes
-                .note(format_args!("{first_error}{others}; its owner is unknown, so no DEL releases it"));
-        }
-        Ok(false)
+    /// Returns the error, code 5, for the file of an address that cannot be read.
+    pub(super) fn read_error(&self, address: IpAddr, error: std::io::Error) -> Error {
+        Error::caused(Code::IO, format_args!("failed to read {}/{address}", self.folder.path.display()), error)
     }
 
-    /// Returns the addresses whose files have this content. The index finds the files by the hash
-    /// of the content, and each file is read.
+    /// Returns the reservations that name the container and the interface of `owner`, and those
+    /// that name only the container, as very old plugins wrote them.
     ///
     /// # Errors
-    /// - [`Trouble::Stale`] if the content of a file differs and the index may be outdated.
-    /// - [`Trouble::Index`] if the index cannot be read.
-    /// - [`Trouble::Final`] with code 5 if the folder cannot be read.
-    pub(super) fn find_by_content(&mut self, content: &[u8]) -> Result<Reserved, Trouble> {
-        let index = self.index()?;
-        let (mut listed, is_exact) = (index.owned_by(hash(content))?, index.is_exact());
-        listed.sort_unstable();
-        let mut reserved = Reserved { addresses: Vec::with_capacity(listed.len()), errors: Vec::new() };
-        for address in listed {
-            match self.read(address) {
-                Ok(Content::Text(text)) if text == content => reserved.addresses.push(address),
-                // The two contents have the same hash, or the file was edited in place. An exact
-                // index has not missed a created file, so it need not be rebuilt.
-                Ok(_) if is_exact => {}
-                Ok(_) => return Err(Trouble::Stale),
+    /// Code 5 if the folder cannot be read.
+    pub(super) fn find_both_forms(&mut self, owner: &Owner) -> Result<[Reserved; 2]> {
+        let (reserved, is_edited) = self.confirm(owner)?;
+        if !is_edited {
+            return Ok(reserved);
+        }
+        // A file was edited in place, so it may belong to this owner now.
+        self.scan()?;
+        Ok(self.confirm(owner)?.0)
+    }
+
+    /// Does the work of [`find_both_forms`](Locked::find_both_forms). Removes outdated links. Also
+    /// returns whether a file was edited, so that it has no link now.
+    fn confirm(&mut self, owner: &Owner) -> Result<([Reserved; 2], bool)> {
+        let contents = [owner.content().trim().as_bytes().to_vec(), owner.id().as_bytes().to_vec()];
+        let (mut reserved, mut is_edited) = (<[Reserved; 2]>::default(), false);
+        for link in self.links_of(&contents)? {
+            let form = contents.iter().position(|content| hash(content) == link.owner);
+            let Some((content, reserved)) = form.map(|form| (&contents[form], &mut reserved[form])) else { continue };
+            match self.read(link.address) {
+                Ok(Content::Text(text)) if text == *content => reserved.links.push(link),
+                Ok(now) => {
+                    self.folder.links.remove(&link);
+                    is_edited |= now != Content::Absent;
+                }
                 Err(error) => reserved.errors.push(error),
             }
         }
-        Ok(reserved)
+        reserved.iter_mut().for_each(|reserved| reserved.links.sort_unstable_by_key(|link| link.address));
+        Ok((reserved, is_edited))
+    }
+
+    /// Returns the links of reservations with one of these contents, and perhaps others.
+    fn links_of(&mut self, contents: &[Vec<u8>; 2]) -> Result<Vec<Link>> {
+        self.prepare_view()?;
+        if let Some(View::Links) = self.view
+            && let Ok(links) = self.folder.links.of_contents(contents)
+        {
+            return Ok(links);
+        }
+        if let Some(View::Scanned(links)) = &self.view {
+            return Ok(links.clone());
+        }
+        Ok(self.scan()?.held.into_iter().map(|(link, _)| link).collect())
     }
 
     /// Returns the reservations of `owner`: those that name the container and the interface or, if
-    /// there are none, those that name only the container, as very old plugins wrote them.
-    pub(super) fn find_by_owner(&mut self, owner: &Owner) -> Result<Reserved, Trouble> {
-        let reserved = self.find_by_content(owner.content().trim().as_bytes())?;
-        if reserved.addresses.is_empty() && reserved.errors.is_empty() {
-            return self.find_by_content(owner.id().as_bytes());
-        }
-        Ok(reserved)
+    /// there are none, those that name only the container.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    pub(super) fn find_by_owner(&mut self, owner: &Owner) -> Result<Reserved> {
+        let [exact, old] = self.find_both_forms(owner)?;
+        Ok(if exact.links.is_empty() && exact.errors.is_empty() { old } else { exact })
     }
 
     /// Returns the addresses that are reserved for `owner`: those that name the container and the
@@ -137,21 +126,18 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder or one of these files cannot be read.
     pub fn reserved_by(&mut self, owner: &Owner) -> Result<Vec<IpAddr>> {
-        self.attempt(|locked| locked.find_by_owner(owner))?.require_complete()
+        self.find_by_owner(owner)?.require_complete()
     }
 
-    /// Returns the occupied addresses according to the index, sorted. With
+    /// Returns the addresses that have a file, sorted. With
     /// [`RebootPolicy::Reclaim`](super::RebootPolicy::Reclaim), first releases reservations of an
     /// earlier boot.
     ///
     /// # Errors
-    /// - Code 5 if the folder cannot be read.
-    /// - Code 11 if the folder keeps changing.
+    /// Code 5 if the folder cannot be read.
     pub fn occupied(&mut self) -> Result<Vec<IpAddr>> {
         self.reclaim()?;
-        let mut occupied = self.attempt(|locked| Ok(locked.index()?.occupied().map_err(TableError::Io)?))?;
-        occupied.sort_unstable();
-        Ok(occupied)
+        self.store.names()
     }
 
     /// Returns all reservations. Reads every file whose name is an address. The result also lists
@@ -160,11 +146,7 @@ impl Locked {
     /// # Errors
     /// Code 5 if the folder cannot be read.
     pub fn list(&mut self) -> Result<Listed> {
-        let mut addresses = self.attempt(|locked| {
-            let records = locked.index()?.records().map_err(TableError::Io)?;
-            Ok(records.into_iter().map(|record| record.address).collect::<Vec<_>>())
-        })?;
-        addresses.sort_unstable();
+        let addresses = self.store.names()?;
         let mut cooling = self.cooling().remaining(self.store.options.cooldown);
         cooling.retain(|(address, _)| addresses.binary_search(address).is_err());
         let mut listed = Listed {

@@ -2,12 +2,12 @@
 //! lock that each verb takes once.
 //!
 //! A reservation is a file with the address as its name and `<containerID>\r\n<ifname>` as its
-//! content; very old reservations have the container ID alone. The index and other files of these
+//! content; very old reservations have the container ID alone. The links and other files of these
 //! plugins are in `<dataDir>/.cni/<network>/`, the sidecar, and may be deleted at any time. The
 //! store does not know the ranges: ADD and STATUS pass them, and DEL, GC and CHECK need none.
 //!
 //! Other programs use the folder too (Go's plugin, operators, scripts). So no operation relies on
-//! the index alone: a reservation's file is read before it is replaced or removed. Only regular
+//! the links alone: a reservation's file is read before it is replaced or removed. Only regular
 //! files whose names are addresses are removed.
 
 pub(crate) mod cooldown;
@@ -23,7 +23,6 @@ pub(crate) mod testing;
 mod tests;
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
 use std::net::IpAddr;
@@ -35,10 +34,9 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 use cni::{Code, Error, Result};
 
+use crate::content::hash;
 use crate::host::Host;
-use crate::index::header::Stamp;
-use crate::index::table::TableError;
-use crate::index::{self, Index};
+use crate::links::{self, Link, Links, Scan};
 use crate::lock::{self, Guard, MissingFolder};
 use folder::Folder;
 
@@ -82,7 +80,7 @@ impl Owner {
     /// Returns the hashes of the contents that name this owner: of the content with container ID
     /// and interface, and of the very old content with the container ID alone.
     fn hashes(&self) -> [u64; 2] {
-        [index::hash(self.content().trim().as_bytes()), index::hash(self.id.as_bytes())]
+        [hash(self.content().trim().as_bytes()), hash(self.id.as_bytes())]
     }
 }
 
@@ -101,7 +99,7 @@ pub struct Reservation {
     pub id: String,
     /// The interface, or `None` in a very old reservation that has the container's ID alone.
     pub ifname: Option<String>,
-    /// When the reservation was made: the file's ctime, in whole seconds.
+    /// When the reservation was made: the file's mtime.
     pub since: Option<SystemTime>,
 }
 
@@ -165,8 +163,8 @@ pub struct Store {
     /// The folder of these plugins' own files: `<dataDir>/.cni/<network>`.
     sidecar: PathBuf,
     options: Options,
-    /// Whether the note about an unusable index has been written.
-    index_noted: Rc<Cell<Noted>>,
+    /// Whether the note about unusable links has been written.
+    links_noted: Rc<Cell<Noted>>,
 }
 
 /// Whether a note that is written at most once has been written.
@@ -183,50 +181,26 @@ pub struct Locked {
     folder: Folder,
     _lock: File,
     store: Store,
-    /// The index, or `None` until it is needed.
-    index: Option<Index>,
-    trust: Trust,
+    /// How owners' reservations are found, or `None` until that is needed.
+    view: Option<View>,
     /// Whether the note about unreadable files has been written.
     unreadable_noted: Noted,
 }
 
-/// How much of the index file is trusted. Each inconsistency lowers the level.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Trust {
-    /// The file cannot be used, so the index is built in memory.
-    Nothing,
-    /// Only records are used, for files that still have the recorded inode and times.
-    Records,
-    /// The whole index is used if its header has the folder's stamp.
-    WholeIndex,
+/// How the reservations of an owner are found.
+#[derive(Debug)]
+enum View {
+    /// By the links, which are complete.
+    Links,
+    /// Among these, which a scan has found. The links are not complete, because they cannot be
+    /// written or a file cannot be read.
+    Scanned(Vec<Link>),
 }
 
-/// How many times an operation is tried if the index is damaged or does not describe the folder.
+/// How many times an ADD is tried if another program creates files without the lock.
 const MAX_ATTEMPTS: usize = 5;
 /// The largest number of addresses that a message lists.
 const MAX_LISTED: usize = 8;
-
-/// The failure of one attempt of an operation.
-enum Trouble {
-    /// The index does not describe the folder, so it must be rebuilt.
-    Stale,
-    /// The index is damaged or cannot be used.
-    Index(TableError),
-    /// The operation has failed for a reason other than the index, so it is not tried again.
-    Final(Error),
-}
-
-impl From<TableError> for Trouble {
-    fn from(error: TableError) -> Trouble {
-        Trouble::Index(error)
-    }
-}
-
-impl From<Error> for Trouble {
-    fn from(error: Error) -> Trouble {
-        Trouble::Final(error)
-    }
-}
 
 /// Formats a list of addresses for a message: `10.0.0.2, 10.0.0.3 and 7 more`.
 fn address_list(addresses: &[IpAddr]) -> String {
@@ -272,7 +246,7 @@ impl Store {
             path: data_dir.join(network),
             sidecar: data_dir.join(".cni").join(network),
             options,
-            index_noted: Rc::default(),
+            links_noted: Rc::default(),
         }
     }
 
@@ -337,15 +311,8 @@ impl Store {
     ) -> Result<Option<Locked>> {
         let locked = lock::acquire(&self.path, missing, on_sigterm, limit, machine)?;
         let Some(Guard { lock, folder }) = locked else { return Ok(None) };
-        let folder = Folder { file: folder, path: self.path.clone(), sidecar: self.sidecar.clone() };
-        Ok(Some(Locked {
-            folder,
-            _lock: lock,
-            store: self.clone(),
-            index: None,
-            trust: Trust::WholeIndex,
-            unreadable_noted: Noted::No,
-        }))
+        let folder = Folder { file: folder, path: self.path.clone(), links: self.links() };
+        Ok(Some(Locked { folder, _lock: lock, store: self.clone(), view: None, unreadable_noted: Noted::No }))
     }
 
     /// Returns the error, code 5, of an action on the folder. `doing` is a verb, such as `read`.
@@ -353,9 +320,9 @@ impl Store {
         Error::caused(Code::IO, format_args!("failed to {doing} {}", self.path.display()), error)
     }
 
-    /// Returns the path of the index file.
-    fn index_path(&self) -> PathBuf {
-        self.sidecar.join("index")
+    /// Returns the links of the reservations.
+    fn links(&self) -> Links {
+        Links::of(&self.sidecar)
     }
 
     /// Writes a note with the addresses whose files are not reservations, if there are any.
@@ -371,118 +338,90 @@ impl Store {
         ));
     }
 
-    /// Writes a note, only once, that the index file cannot be used. This is not an error.
-    fn note_unusable_index(&self, error: impl fmt::Display) {
-        if self.index_noted.replace(Noted::Yes) == Noted::No {
+    /// Writes a note, only once, that the links cannot be used. This is not an error.
+    fn note_unusable_links(&self, error: impl fmt::Display) {
+        if self.links_noted.replace(Noted::Yes) == Noted::No {
             self.options.notes.note(format_args!(
-                "the index file {} cannot be used, so every operation reads the whole folder: {error}",
-                self.index_path().display()
+                "the links in {} cannot be used, so every operation reads the whole folder: {error}",
+                self.sidecar.display()
             ));
         }
     }
 }
 
 impl Locked {
-    /// Runs `operation` until it succeeds or returns [`Trouble::Final`]. After other failures, the
-    /// next attempt trusts less of the index.
+    /// Reads the folder, unless the links are known to be complete.
     ///
     /// # Errors
-    /// - The final error of `operation`.
-    /// - Code 11 if the folder has changed during each of [`MAX_ATTEMPTS`] attempts.
-    fn attempt<T>(&mut self, mut operation: impl FnMut(&mut Locked) -> Result<T, Trouble>) -> Result<T> {
-        for _ in 0..MAX_ATTEMPTS {
-            match operation(self) {
-                Ok(value) => return Ok(value),
-                Err(Trouble::Final(error)) => return Err(error),
-                Err(Trouble::Stale) => self.distrust(Trust::Records),
-                Err(Trouble::Index(error)) => self.distrust_after(error),
+    /// Code 5 if the folder cannot be read.
+    fn prepare_view(&mut self) -> Result<()> {
+        if self.view.is_some() {
+            return Ok(());
+        }
+        if self.folder.is_complete().map_err(|error| self.store.io_error("read", error))? {
+            self.view = Some(View::Links);
+            return Ok(());
+        }
+        self.scan().map(drop)
+    }
+
+    /// Reads the folder, creates missing links and removes outdated ones. Writes a note about files
+    /// that cannot be read.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    fn scan(&mut self) -> Result<Scan> {
+        if self.folder.is_complete().unwrap_or(false) {
+            let scan = links::scan(&self.folder.path, &self.folder.file, &self.folder.links);
+            let scan = scan.map_err(|error| self.store.io_error("read", error))?;
+            if scan.is_up_to_date() {
+                self.view = Some(View::Links);
+                return Ok(scan);
             }
         }
+        folder::sweep(&self.store.sidecar);
+        let updated = self.folder.links.update(&self.folder.path, &self.folder.file);
+        let (scan, updated) = updated.map_err(|error| self.store.io_error("read", error))?;
+        self.view = match &updated {
+            Ok(()) if scan.unread.is_empty() => Some(View::Links),
+            _ => Some(View::Scanned(scan.held.iter().map(|(link, _)| link.clone()).collect())),
+        };
+        if let Err(error) = updated {
+            self.store.note_unusable_links(error);
+        }
+        self.note_unread(&scan);
+        Ok(scan)
+    }
+
+    /// Writes a note, only once, about files that cannot be read.
+    fn note_unread(&mut self, scan: &Scan) {
+        let Some((address, error)) = scan.unread.first() else { return };
+        if std::mem::replace(&mut self.unreadable_noted, Noted::Yes) == Noted::Yes {
+            return;
+        }
+        let others = match scan.unread.len() - 1 {
+            0 => String::new(),
+            1 => " (and 1 other file)".to_owned(),
+            others => format!(" (and {others} other files)"),
+        };
         let path = self.folder.path.display();
-        let msg = format!("failed to read {path} in a consistent state: another program changes it without its lock");
-        Err(Error::new(Code::TRY_AGAIN, msg))
+        self.store.options.notes.note(format_args!(
+            "failed to read {path}/{address}: {error}{others}; its owner is unknown, so no DEL releases it"
+        ));
     }
 
-    /// Returns an index that describes the folder: the one on disk, or else a new one.
-    fn index(&mut self) -> Result<&mut Index, Trouble> {
-        if self.index.is_none() {
-            let found = if self.trust == Trust::WholeIndex { self.open_index()? } else { None };
-            let index = match found {
-                Some(index) => index,
-                None => self.rebuild()?,
-            };
-            // A file that was unreadable and now can be read may belong to the operation's owner.
-            let has_become_readable = self.retry_unreadable(&index)?;
-            self.index = Some(if has_become_readable { self.rebuild()? } else { index });
+    /// Whether the links are complete now, so that they are complete after a change of both the
+    /// folder and the links.
+    fn begin_change(&self) -> bool {
+        self.folder.is_complete().unwrap_or(false)
+    }
+
+    /// Stamps the folder after a change of the folder and the links, if they were complete before.
+    /// Otherwise the next operation scans the folder.
+    fn finish_change(&mut self, were_complete: bool) {
+        if were_complete && let Err(error) = self.folder.links.stamp(&self.folder.file) {
+            self.store.note_unusable_links(error);
         }
-        // Always `Some` here.
-        self.index.as_mut().ok_or(Trouble::Stale)
-    }
-
-    /// Opens the index on disk. Returns `None` if it is missing or does not describe the folder.
-    fn open_index(&self) -> Result<Option<Index>, Trouble> {
-        let metadata = self.folder.file.metadata().map_err(|error| self.store.io_error("read", error))?;
-        Ok(index::open(&self.store.index_path(), &Stamp::of(&metadata), &self.store.options.host))
-    }
-
-    /// Drops the index and lowers the level of trust to `trust`. A lower level stays.
-    fn distrust(&mut self, trust: Trust) {
-        self.index = None;
-        self.trust = self.trust.min(trust);
-    }
-
-    /// Drops the index and lowers the level of trust after the index could not be read or changed.
-    fn distrust_after(&mut self, error: TableError) {
-        match error {
-            TableError::Corrupt if self.trust == Trust::WholeIndex => self.distrust(Trust::Records),
-            // The file cannot be accessed, or is damaged again just after a rebuild.
-            error => {
-                self.store.note_unusable_index(error);
-                self.distrust(Trust::Nothing);
-            }
-        }
-    }
-
-    /// Reads the folder and returns a new index, which is also written to the disk. If the index
-    /// file cannot be written, the index stays in memory and a note reports the error.
-    fn rebuild(&mut self) -> Result<Index, Trouble> {
-        let path = self.store.index_path();
-        let stamp = match self.trust {
-            // The index stays in memory, so it needs no stamp.
-            Trust::Nothing => None,
-            // Sets the folder's mtime before the folder is read. If another program then changes
-            // the folder, the kernel changes the mtime, and the next verb does not use this index.
-            _ => self.prepare_rebuild(),
-        };
-        let host = &self.store.options.host;
-        let known = match self.trust {
-            Trust::Nothing => HashMap::new(),
-            Trust::Records | Trust::WholeIndex => index::old_records(&path, host),
-        };
-        let scanned = index::scan(&self.folder.path, &self.folder.file, &known);
-        let records = scanned.map_err(|error| self.store.io_error("read", error))?;
-        let mut index = Index::build(&records, host)?;
-        index.set_oldest_reclaimable(self.oldest_reclaimable_in(&records));
-        if !reboot::is_local(&self.folder.file) {
-            // New reservations are then recorded without a boot, so they are never reclaimed.
-            index.set_shared();
-        }
-        if let Some(stamp) = stamp {
-            index.set_stamp(stamp);
-            if let Err(error) = index.save(&path) {
-                self.store.note_unusable_index(error);
-            }
-        }
-        Ok(index)
-    }
-
-    /// Creates the sidecar, removes temporary files in it, and sets the folder's mtime. Returns the
-    /// folder's new stamp. If that fails, writes a note and returns `None`.
-    fn prepare_rebuild(&self) -> Option<Stamp> {
-        let prepared = folder::create_sidecar(&self.folder.sidecar).and_then(|()| {
-            folder::sweep(&self.folder.sidecar);
-            index::stamp_folder(&self.folder.file)
-        });
-        prepared.inspect_err(|error| self.store.note_unusable_index(error)).ok()
+        self.view = None;
     }
 }

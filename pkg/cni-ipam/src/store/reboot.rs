@@ -3,27 +3,31 @@
 //!
 //! A reservation is reclaimed only if all of this is certain:
 //!
-//! - The file still has the inode and times in its record.
-//! - The record was made on this machine, in another boot.
+//! - The file has the inode of its link and the content that the link names.
+//! - The link was made on this machine, in another boot.
 //! - The file is older than this boot.
 //! - The folder is on a file system that no other machine can be using.
 //!
 //! So files of the Go plugin, changed files, copies of a disk, and everything on a machine without
 //! an ID stay. So does everything on a tmpfs, which is empty after a real reboot, and on an
 //! overlay, below which there may be a shared file system.
+//!
+//! The symbolic link `boot` in the sidecar records that this has been done in a boot ([`Search`]).
 
 use std::fs::File;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::Path;
 
 use nix::sys::statfs::{BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, FsType, NILFS_SUPER_MAGIC, fstatfs};
 
 use cni::Result;
 
-use super::{Locked, Store, Trouble, Trust, address_list};
-use crate::host::Timestamp;
-use crate::index::table::TableError;
-use crate::index::{self, Record};
+use super::{Locked, Store, address_list};
+use crate::content::{self, Content, hash};
+use crate::host::{Boot, Host};
+use crate::links::{Link, Scan};
 
 /// The treatment of reservations of an earlier boot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,37 +56,110 @@ pub(super) fn is_local(folder: &File) -> bool {
     fstatfs(folder.as_fd()).is_ok_and(|stat| LOCAL_FILE_SYSTEMS.contains(&stat.filesystem_type()))
 }
 
-/// Returns the ctime of the oldest record, or `None` if there are no records.
-fn oldest_ctime<'a>(records: impl Iterator<Item = &'a Record>) -> Option<Timestamp> {
-    records.map(|record| record.ctime).min()
+/// The last search for reservations of earlier boots, as recorded in the symbolic link `boot`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Search {
+    /// The boot in which the folder was searched.
+    boot: Boot,
+    /// Whether the folder is on a file system of which [`is_local`] is `true`.
+    is_local: bool,
+    /// The time of the boot, in seconds, if a reservation of an earlier boot was not older: the
+    /// clock was not set yet. If the clock is set later, the boot's time changes.
+    booted: Option<i64>,
+}
+
+impl Search {
+    /// Reads the record in a sidecar. Returns `None` if it is missing or damaged.
+    fn read(sidecar: &Path) -> Option<Search> {
+        let target = std::fs::read_link(sidecar.join("boot")).ok()?;
+        let mut words = target.to_str()?.split(' ');
+        let boot = Boot::parse(words.next()?)?;
+        let is_local = words.next()? == "local";
+        Some(Search { boot, is_local, booted: words.next().and_then(|seconds| seconds.parse().ok()) })
+    }
+
+    /// Replaces the record in a sidecar. After an error, the next ADD or GC searches again.
+    fn write(&self, sidecar: &Path) {
+        let target = format!("{} {}", self.boot, if self.is_local { "local" } else { "shared" });
+        let target = self.booted.map_or(target.clone(), |seconds| format!("{target} {seconds}"));
+        let temporary = sidecar.join("boot.new");
+        let _ = std::fs::remove_file(&temporary);
+        let _ = symlink(target, &temporary).and_then(|()| std::fs::rename(&temporary, sidecar.join("boot")));
+    }
+
+    /// Whether nothing has changed since the search.
+    fn is_valid(&self, host: &Host) -> bool {
+        let is_same_time = |seconds: i64| host.booted().is_some_and(|(now, _)| (now - seconds).abs() < CLOCK_DRIFT);
+        Some(self.boot) == host.boot() && self.booted.is_none_or(is_same_time)
+    }
+}
+
+/// How many seconds the boot's time may change without the clock having been set.
+const CLOCK_DRIFT: i64 = 60;
+
+/// The reservations of earlier boots in a folder.
+struct Earlier {
+    /// Those that are certain to be dead.
+    reclaimable: Vec<Link>,
+    /// Whether others are not older than this boot.
+    has_newer: bool,
+}
+
+/// Finds the reservations of earlier boots. Returns `None` if the boot or its time is not known.
+fn find_earlier(scan: &Scan, path: &Path, folder: &File, host: &Host) -> Option<Earlier> {
+    let (boot, booted) = (host.boot()?, host.booted()?);
+    let mut earlier = Earlier { reclaimable: Vec::new(), has_newer: false };
+    let is_earlier = |link: &Link| link.boot.is_some_and(|made| made.is_other_boot_of_same_machine(&boot));
+    for (link, inode) in scan.held.iter().filter(|(link, _)| is_earlier(link)) {
+        let Ok(metadata) = std::fs::symlink_metadata(path.join(link.address.to_string())) else { continue };
+        if (metadata.ctime(), metadata.ctime_nsec() as u32) >= booted {
+            earlier.has_newer = true;
+            continue;
+        }
+        let content = content::read(folder, link.address);
+        if metadata.ino() == *inode && matches!(content, Ok(Content::Text(text)) if hash(&text) == link.owner) {
+            earlier.reclaimable.push(link.clone());
+        }
+    }
+    Some(earlier)
 }
 
 impl Locked {
-    /// Returns the ctime of the oldest record of an earlier boot. Returns `None` if there is none,
-    /// or the folder is not on a local file system. A new index stores this ctime, so that a verb
-    /// searches the records only if the ctime is before the present boot.
-    pub(super) fn oldest_reclaimable_in(&self, records: &[Record]) -> Option<Timestamp> {
-        let host = &self.store.options.host;
-        let oldest = oldest_ctime(records.iter().filter(|record| record.is_of_earlier_boot(host)));
-        oldest.filter(|_| is_local(&self.folder.file))
+    /// Returns the boot for the links of new reservations. Returns `None` on a shared file system,
+    /// where another boot ID does not prove that the container is gone.
+    pub(super) fn recorded_boot(&self) -> Option<Boot> {
+        let boot = self.store.options.host.boot()?;
+        let search = Search::read(&self.store.sidecar).filter(|search| search.boot == boot);
+        search.map_or_else(|| is_local(&self.folder.file), |search| search.is_local).then_some(boot)
     }
 
     /// Releases reservations of an earlier boot, and writes a note about them. Does nothing with
     /// [`RebootPolicy::Keep`].
     ///
     /// # Errors
-    /// - Code 5 if the folder cannot be read. For a reservation that cannot be removed, there is
-    ///   only a note.
-    /// - Code 11 if the folder keeps changing.
+    /// Code 5 if the folder cannot be read. For a reservation that cannot be removed, there is only
+    /// a note.
     pub(super) fn reclaim(&mut self) -> Result<()> {
-        if self.store.options.after_reboot == RebootPolicy::Keep {
+        let host = self.store.options.host.clone();
+        let Some(boot) = host.boot() else { return Ok(()) };
+        if self.store.options.after_reboot == RebootPolicy::Keep || self.store.is_searched() {
             return Ok(());
         }
-        let reclaimable = self.attempt(Locked::find_reclaimable)?;
-        if reclaimable.is_empty() {
-            return Ok(());
+        let scan = self.scan()?;
+        let mut search = Search { boot, is_local: is_local(&self.folder.file), booted: None };
+        if search.is_local {
+            let earlier = find_earlier(&scan, &self.folder.path, &self.folder.file, &host);
+            let Some(Earlier { reclaimable, has_newer }) = earlier else { return Ok(()) };
+            search.booted = host.booted().filter(|_| has_newer).map(|(seconds, _)| seconds);
+            self.release_earlier(&reclaimable);
         }
-        let (mut removed, error) = self.remove(&reclaimable);
+        search.write(&self.store.sidecar);
+        Ok(())
+    }
+
+    /// Releases these reservations of an earlier boot, and writes a note about them.
+    fn release_earlier(&mut self, reclaimable: &[Link]) {
+        let (mut removed, error) = self.remove(reclaimable);
         removed.sort_unstable();
         let notes = &self.store.options.notes;
         if !removed.is_empty() {
@@ -97,64 +174,22 @@ impl Locked {
         if let Some(error) = error {
             notes.note(format_args!("some reservations made before this boot were not released: {error}"));
         }
-        Ok(())
-    }
-
-    /// Returns the addresses of the reservations that can be reclaimed, which the caller then
-    /// releases. Updates the index's [`oldest_reclaimable`](index::Index::oldest_reclaimable), so
-    /// that the next verb need not search again.
-    ///
-    /// # Errors
-    /// - [`Trouble::Stale`] if the index must be rebuilt first.
-    /// - [`Trouble::Index`] if the index cannot be read.
-    /// - [`Trouble::Final`] with code 5 if the folder cannot be read.
-    fn find_reclaimable(&mut self) -> Result<Vec<IpAddr>, Trouble> {
-        let Some(oldest) = self.index()?.oldest_reclaimable() else { return Ok(Vec::new()) };
-        let host = self.store.options.host.clone();
-        let Some(booted) = host.booted() else { return Ok(Vec::new()) };
-        if oldest >= booted {
-            // The boot IDs differ, but the files are not older than this boot: the clock is not set
-            // yet, or the ID was replaced.
-            return Ok(Vec::new());
-        }
-        let mut records = self.index()?.records().map_err(TableError::Io)?;
-        records.retain(|record| record.is_of_earlier_boot(&host));
-        let (older, not_older): (Vec<Record>, Vec<Record>) =
-            records.into_iter().partition(|record| record.ctime < booted);
-        let is_unchanged = |record: &&Record| index::is_unchanged(&self.folder.file, record);
-        let reclaimable: Vec<IpAddr> = older.iter().filter(is_unchanged).map(|record| record.address).collect();
-        // An edit of a file in place does not change the folder's mtime, so the index has missed
-        // it. One rebuild is enough, because it compares each file with its record.
-        if reclaimable.len() < older.len() && self.trust == Trust::WholeIndex {
-            return Err(Trouble::Stale);
-        }
-        self.index()?.set_oldest_reclaimable(oldest_ctime(not_older.iter()));
-        Ok(reclaimable)
     }
 }
 
 impl Store {
-    /// Returns the addresses that the next ADD would reclaim, for STATUS. Takes no lock. Returns
-    /// `None` if it would reclaim none according to the policy or the index's header, or if the
-    /// addresses cannot be determined.
-    pub(super) fn reclaimable(&self) -> Option<Vec<IpAddr>> {
-        let (host, path) = (&self.options.host, self.index_path());
-        if self.options.after_reboot == RebootPolicy::Keep {
-            return None;
+    /// Whether the folder need not be searched for reservations of earlier boots.
+    pub(super) fn is_searched(&self) -> bool {
+        Search::read(&self.sidecar).is_some_and(|search| search.is_valid(&self.options.host))
+    }
+
+    /// Returns the addresses that the next ADD would reclaim, for STATUS: none if that cannot be
+    /// determined. Takes no lock.
+    pub(super) fn reclaimable(&self, scan: &Scan, folder: &File) -> Vec<IpAddr> {
+        if self.options.after_reboot == RebootPolicy::Keep || self.is_searched() || !is_local(folder) {
+            return Vec::new();
         }
-        let header = index::peek_header(&path)?;
-        // In an index of an earlier boot, `oldest_reclaimable` does not include the reservations of
-        // that boot, so the records must be read.
-        let is_of_this_boot = header.boot == host.boot();
-        if is_of_this_boot && header.oldest_reclaimable.is_none() {
-            return None;
-        }
-        let booted = host.booted()?;
-        let folder = File::open(self.path()).ok().filter(is_local)?;
-        let is_reclaimable = |record: &Record| {
-            record.is_of_earlier_boot(host) && record.ctime < booted && index::is_unchanged(&folder, record)
-        };
-        let records = index::old_records(&path, host);
-        Some(records.into_values().filter(is_reclaimable).map(|record| record.address).collect())
+        let earlier = find_earlier(scan, &self.path, folder, &self.options.host);
+        earlier.map_or(Vec::new(), |earlier| earlier.reclaimable.iter().map(|link| link.address).collect())
     }
 }

@@ -4,17 +4,17 @@
 //! Undoing an ADD removes only the files that it created, not all reservations of the attachment:
 //! if a repeated ADD fails, the running container must keep its addresses.
 
+use std::collections::HashSet;
 use std::net::IpAddr;
 use std::time::SystemTime;
 
 use cni::{Code, Error, Result};
 
 use super::cooldown::Cooling;
-use super::folder::LinkOutcome;
-use super::{Locked, MAX_LISTED, Owner, Trouble};
+use super::{Locked, MAX_ATTEMPTS, MAX_LISTED, Owner};
 use crate::allocator::{self, Requested};
-use crate::index::table::TableError;
-use crate::index::{Content, Index, OccupiedAddresses, Record};
+use crate::content::Content;
+use crate::links::Link;
 use crate::ranges::{Range, RangeSet, RangeSets};
 
 /// What ADD does for an attachment that has addresses already.
@@ -37,7 +37,7 @@ pub struct Lease {
 /// A reservation that this ADD created, with what is needed to recognise its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewReservation {
-    address: IpAddr,
+    link: Link,
     inode: u64,
     content: String,
 }
@@ -60,6 +60,11 @@ pub struct Shortage {
     pub requested: Option<IpAddr>,
 }
 
+/// How many addresses are looked up one by one. After that, reading all names is faster.
+const MAX_LOOKUPS: u32 = 64;
+/// How many of the oldest reservations a message names.
+const MAX_OLDEST: usize = 3;
+
 /// What an ADD may get.
 struct Request<'a> {
     owner: &'a Owner,
@@ -69,6 +74,11 @@ struct Request<'a> {
     /// The requested address of each set.
     requested: Vec<Option<IpAddr>>,
     cooling: Cooling,
+    /// The addresses that the owner has already.
+    reserved: Vec<IpAddr>,
+    /// Addresses in very old reservations, which name only the container. They are not reused,
+    /// because they may belong to another interface, but they too make this a repeated ADD.
+    reserved_by_old: Vec<IpAddr>,
 }
 
 /// The address chosen from one set.
@@ -116,9 +126,11 @@ impl Locked {
         let cooling = self.cooling();
         self.repair_future_releases(&cooling);
 
-        let request = Request { owner, sets, blocks, requested, cooling };
-        self.attempt(|locked| {
-            let choices = match locked.choose_all(&request)? {
+        let [exact, old] = self.find_both_forms(owner)?;
+        let (reserved, reserved_by_old) = (exact.require_complete()?, old.require_complete()?);
+        let request = Request { owner, sets, blocks, requested, cooling, reserved, reserved_by_old };
+        for _ in 0..MAX_ATTEMPTS {
+            let choices = match self.choose_all(&request)? {
                 Ok(choices) => choices,
                 Err(shortage) => return Ok(Err(shortage)),
             };
@@ -134,26 +146,23 @@ impl Locked {
                     new.push((position, address));
                 }
             }
-            let records = if new.is_empty() { Vec::new() } else { locked.create_all(owner, &new)? };
-            let new_reservation = |record: Record| NewReservation {
-                address: record.address,
-                inode: record.inode,
-                content: owner.content(),
-            };
-            Ok(Ok(Lease { addresses, new_reservations: records.into_iter().map(new_reservation).collect() }))
-        })
+            if let Some(new_reservations) = self.create_all(owner, &new)? {
+                return Ok(Ok(Lease { addresses, new_reservations }));
+            }
+        }
+        let path = self.folder.path.display();
+        let msg = format!("failed to reserve an address in {path}: another program changes it without its lock");
+        Err(Error::new(Code::TRY_AGAIN, msg))
     }
 
     /// Chooses an address from each set, or returns the first set without one. The errors are those
-    /// of [`choose`](Locked::choose); a final error names the set.
-    fn choose_all(&mut self, request: &Request<'_>) -> Result<Result<Vec<Choice>, Shortage>, Trouble> {
+    /// of [`choose`](Locked::choose), with the position of the set.
+    fn choose_all(&mut self, request: &Request<'_>) -> Result<Result<Vec<Choice>, Shortage>> {
         let mut choices = Vec::with_capacity(request.requested.len());
         for (set, requested) in request.requested.iter().enumerate() {
-            match self.choose(request, set) {
-                Ok(Some(choice)) => choices.push(choice),
-                Ok(None) => return Ok(Err(Shortage { set, requested: *requested })),
-                Err(Trouble::Final(error)) => return Err(Trouble::Final(in_set(set, error))),
-                Err(other) => return Err(other),
+            match self.choose(request, set).map_err(|error| in_set(set, error))? {
+                Some(choice) => choices.push(choice),
+                None => return Ok(Err(Shortage { set, requested: *requested })),
             }
         }
         Ok(Ok(choices))
@@ -164,14 +173,10 @@ impl Locked {
     /// if no other is free.
     ///
     /// # Errors
-    /// - [`Trouble::Final`] with an error of [`reserve`](Locked::reserve) if the set has no address
-    ///   for the owner.
-    /// - [`Trouble::Stale`] if the index must be rebuilt first.
-    /// - [`Trouble::Index`] if the index cannot be read.
-    fn choose(&mut self, request: &Request<'_>, position: usize) -> Result<Option<Choice>, Trouble> {
-        let Request { owner, blocks, cooling, .. } = request;
+    /// Those of [`reserve`](Locked::reserve).
+    fn choose(&mut self, request: &Request<'_>, position: usize) -> Result<Option<Choice>> {
+        let Request { blocks, cooling, reserved, reserved_by_old, .. } = request;
         let (set, requested) = (&request.sets.sets()[position], request.requested[position]);
-        let mut reserved = self.find_by_content(owner.content().trim().as_bytes())?.require_complete()?;
         if self.store.options.on_repeat == RepeatPolicy::Reuse {
             let is_requested = |address: IpAddr| requested.is_none_or(|requested| requested == address);
             let reusable = reserved.iter().find(|address| is_requested(**address) && set.can_allocate(**address));
@@ -182,11 +187,8 @@ impl Locked {
         if let Some(address) = requested {
             self.check_requested(address, set)?;
         }
-        // Very old reservations name only the container. They are not reused, because they may
-        // belong to another interface, but they too make this a repeated ADD.
-        reserved.extend(self.find_by_content(owner.id().as_bytes())?.require_complete()?);
-        if let Some(address) = reserved.iter().find(|address| set.find(**address).is_some()) {
-            return Err(self.repeated_add_error(owner, *address, &reserved).into());
+        if let Some(address) = reserved.iter().chain(reserved_by_old).find(|address| set.find(**address).is_some()) {
+            return Err(self.repeated_add_error(request, *address));
         }
         if let Some(address) = requested {
             if !is_in(blocks, address) {
@@ -195,33 +197,51 @@ impl Locked {
             self.note_cooling(cooling, address, "it was requested");
             return Ok(Some(Choice { address, is_reused: false }));
         }
-        let last = self.folder.last_reserved(position);
-        let mut occupied = OccupiedAddresses::new(self.index()?);
-        match allocator::next_in_round_robin(set, blocks, last, |address| {
-            Ok::<_, TableError>(cooling.contains(address) || occupied.contains(address)?)
-        })? {
+        match self.next_free(request, position)? {
             Some(address) => Ok(Some(Choice { address, is_reused: false })),
-            // A program that ignores the lock may have removed a reservation, and the index may
-            // have missed that. A rebuild misses nothing.
-            None if !self.index()?.is_exact() => Err(Trouble::Stale),
-            None => self.choose_cooling(request, set),
+            None => Ok(self.choose_cooling(request, set)),
         }
+    }
+
+    /// Returns the next free address of a set in the round robin that does not cool down.
+    ///
+    /// The search continues after the address that was allocated last, so the first look-up nearly
+    /// always finds a free address.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    fn next_free(&mut self, request: &Request<'_>, position: usize) -> Result<Option<IpAddr>> {
+        let Request { sets, blocks, cooling, .. } = request;
+        let (set, last) = (&sets.sets()[position], self.folder.last_reserved(position));
+        let (mut lookups, mut names) = (0, None);
+        let free = allocator::next_in_round_robin(set, blocks, last, |address| {
+            lookups += 1;
+            if cooling.contains(address) || lookups <= MAX_LOOKUPS {
+                return Ok(cooling.contains(address) || !self.folder.is_free(address));
+            }
+            let names: &HashSet<IpAddr> = match &mut names {
+                Some(names) => names,
+                names => names.insert(self.store.names()?.into_iter().collect()),
+            };
+            Ok::<_, Error>(names.contains(&address))
+        })?;
+        if free.is_some() || names.is_none() {
+            return Ok(free);
+        }
+        // The address of a blank file is free.
+        let occupied: HashSet<IpAddr> = self.scan()?.occupied().collect();
+        let is_occupied = |address| Ok(cooling.contains(address) || occupied.contains(&address));
+        allocator::next_in_round_robin(set, blocks, last, is_occupied)
     }
 
     /// Chooses the free address of a set that was released first, because all other addresses are
     /// occupied. Returns `None` if the set has none in the blocks.
-    ///
-    /// # Errors
-    /// As [`choose`](Locked::choose).
-    fn choose_cooling(&mut self, request: &Request<'_>, set: &RangeSet) -> Result<Option<Choice>, Trouble> {
-        for address in request.cooling.in_set(set).into_iter().filter(|address| is_in(request.blocks, *address)) {
-            if !self.index()?.record(address)?.is_some_and(|record| record.is_occupied()) {
-                let why = format!("no other address of range set {set} is free");
-                self.note_cooling(&request.cooling, address, &why);
-                return Ok(Some(Choice { address, is_reused: false }));
-            }
-        }
-        Ok(None)
+    fn choose_cooling(&self, request: &Request<'_>, set: &RangeSet) -> Option<Choice> {
+        let mut cooling = request.cooling.in_set(set).into_iter().filter(|address| is_in(request.blocks, *address));
+        let address = cooling.find(|address| self.folder.is_free(*address))?;
+        let why = format!("no other address of range set {set} is free");
+        self.note_cooling(&request.cooling, address, &why);
+        Some(Choice { address, is_reused: false })
     }
 
     /// Checks that a requested address, which is in the set, can be allocated and is free.
@@ -244,10 +264,12 @@ impl Locked {
     }
 
     /// Returns the error, code 102, for an owner that already has this address of a set. The
-    /// details list all addresses of the owner, which are `reserved`.
-    fn repeated_add_error(&self, owner: &Owner, address: IpAddr, reserved: &[IpAddr]) -> Error {
-        let msg = format!("{address} has been allocated to {}, duplicate allocation is not allowed", owner.id());
-        let listed: Vec<String> = reserved.iter().take(MAX_LISTED).map(|address| self.describe(*address)).collect();
+    /// details list all addresses of the owner.
+    fn repeated_add_error(&self, request: &Request<'_>, address: IpAddr) -> Error {
+        let msg =
+            format!("{address} has been allocated to {}, duplicate allocation is not allowed", request.owner.id());
+        let reserved = request.reserved.iter().chain(&request.reserved_by_old).take(MAX_LISTED);
+        let listed: Vec<String> = reserved.map(|address| self.describe(*address)).collect();
         let advice = match self.store.options.on_repeat {
             RepeatPolicy::Refuse => "run DEL to release it, or set \"reuse\": true in ipam to get it again",
             RepeatPolicy::Reuse => {
@@ -265,8 +287,11 @@ impl Locked {
             Code::TRY_AGAIN,
             format!("no IP addresses available in range set: {set}; {total} of {total} are used"),
         );
-        let oldest = self.attempt(|locked| Ok(locked.index()?.oldest(set).map_err(TableError::Io)?))?;
-        let oldest: Vec<String> = oldest.into_iter().map(|address| self.describe_with_age(address)).collect();
+        let addresses = self.store.names()?.into_iter().filter(|address| set.can_allocate(*address));
+        let mut oldest: Vec<_> = addresses.map(|address| (self.folder.made_at(address), address)).collect();
+        oldest.sort_unstable();
+        let oldest = oldest.into_iter().take(MAX_OLDEST);
+        let oldest: Vec<String> = oldest.map(|(_, address)| self.describe_with_age(address)).collect();
         if !oldest.is_empty() {
             error = error.with_details(format!(
                 "oldest reservations: {}; if these containers do not exist any more, run DEL or GC, \
@@ -289,37 +314,35 @@ impl Locked {
     }
 
     /// Creates a reservation for each of these new addresses, each with the position of its set.
-    /// Updates the index in the steps that the head of the module `index` explains. Returns the
-    /// records.
+    /// Returns `None` if one has a file meanwhile.
     ///
     /// # Errors
-    /// After an error, the reservations that this call created have been removed again.
-    /// - [`Trouble::Final`] with code 5 if a file cannot be created.
-    /// - [`Trouble::Stale`] if the folder has changed since the index was opened, or has a file for
-    ///   an address that is free according to the index.
-    /// - [`Trouble::Index`] if the header cannot be made dirty.
-    fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Vec<Record>, Trouble> {
-        if !self.begin_change()? {
-            return Err(Trouble::Stale);
+    /// Code 5 if a file cannot be created. Then, and with `None`, the reservations that this call
+    /// created have been removed again.
+    fn create_all(&mut self, owner: &Owner, addresses: &[(usize, IpAddr)]) -> Result<Option<Vec<NewReservation>>> {
+        let mut created: Vec<NewReservation> = Vec::with_capacity(addresses.len());
+        if addresses.is_empty() {
+            return Ok(Some(created));
         }
-        let mut created: Vec<Record> = Vec::with_capacity(addresses.len());
+        let (were_complete, boot) = (self.begin_change(), self.recorded_boot());
         for (position, address) in addresses {
-            let trouble = match self.create(owner, *address) {
-                Ok(LinkOutcome::Created(record)) => {
-                    created.push(record);
+            let link = Link::new(owner.content().trim().as_bytes(), *address, boot);
+            let outcome = match self.create(owner, &link) {
+                Ok(Some(inode)) => {
+                    created.push(NewReservation { link, inode, content: owner.content() });
                     continue;
                 }
-                // The address is not free, so the index was wrong.
-                Ok(LinkOutcome::Exists) => Trouble::Stale,
+                Ok(None) => Ok(None),
                 Err(error) => {
                     let doing = format!("failed to create {}/{address}", self.folder.path.display());
-                    Trouble::Final(in_set(*position, Error::caused(Code::IO, doing, error)))
+                    Err(in_set(*position, Error::caused(Code::IO, doing, error)))
                 }
             };
-            self.remove_created(&created);
-            // The header stays dirty, so the next attempt or verb rebuilds the index.
-            self.index = None;
-            return Err(trouble);
+            let created: Vec<Link> = created.into_iter().map(|new| new.link).collect();
+            if let (_, Some(error)) = self.remove(&created) {
+                self.store.options.notes.note(format_args!("failed to remove a new reservation: {error}"));
+            }
+            return outcome;
         }
         for (position, address) in addresses {
             if let Err(error) = self.folder.set_last_reserved(*position, *address) {
@@ -331,50 +354,20 @@ impl Locked {
                     .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
             }
         }
-        self.finish_change(|index| created.iter().try_for_each(|record| index.put(record)));
-        Ok(created)
+        self.finish_change(were_complete);
+        Ok(Some(created))
     }
 
-    /// Removes new reservations after an error. Writes a note about each that cannot be removed.
-    fn remove_created(&self, created: &[Record]) {
-        for Record { address, .. } in created {
-            if let Err(error) = self.folder.unlink(&address.to_string()) {
-                let path = self.folder.path.display();
-                self.store
-                    .options
-                    .notes
-                    .note(format_args!("failed to remove the new reservation {path}/{address}: {error}"));
-            }
-        }
-    }
-
-    /// Creates one reservation. Replaces a blank file with the address as its name.
-    ///
-    /// Just before the file is linked to its name, a provisional record is written to the index:
-    /// see [`PROVISIONAL_NANOS`](crate::index::PROVISIONAL_NANOS). If that fails, the reservation
-    /// is created anyway and the index is dropped: its file is dirty, so the next verb rebuilds it.
-    pub(super) fn create(&mut self, owner: &Owner, address: IpAddr) -> std::io::Result<LinkOutcome> {
-        // On a shared file system, a different boot ID does not prove that the container is gone,
-        // so the record gets no boot.
-        let is_shared = self.index.as_ref().is_some_and(Index::is_shared);
-        let boot = if is_shared { 0 } else { self.store.options.host.boot() };
-        let content = owner.content();
-        let index = &mut self.index;
-        let mut before_link = |record: &Record| {
-            // An index in memory does not outlive this process, so it needs no provisional record.
-            let on_disk = index.as_mut().filter(|index| index.is_on_disk());
-            if on_disk.is_some_and(|on_disk| on_disk.put(record).is_err()) {
-                *index = None;
-            }
-        };
-        let outcome = self.folder.create(address, &content, boot, &mut before_link)?;
-        let is_blank_file =
-            matches!(outcome, LinkOutcome::Exists) && crate::index::read(&self.folder.file, address)? == Content::Blank;
-        if !is_blank_file {
-            return Ok(outcome);
+    /// Creates one reservation and returns its inode. Replaces a blank file with the address as its
+    /// name. Returns `None` if another file has this name.
+    fn create(&self, owner: &Owner, link: &Link) -> std::io::Result<Option<u64>> {
+        let (address, content) = (link.address, owner.content());
+        let created = self.folder.create(link, &content)?;
+        if created.is_some() || crate::content::read(&self.folder.file, address)? != Content::Blank {
+            return Ok(created);
         }
         self.folder.unlink(&address.to_string())?;
-        self.folder.create(address, &content, boot, &mut before_link)
+        self.folder.create(link, &content)
     }
 
     /// Removes reservations that [`reserve`](Locked::reserve) created, except files that have been
@@ -385,14 +378,15 @@ impl Locked {
     pub fn undo(&mut self, reservations: &[NewReservation]) -> Result<()> {
         use std::os::unix::fs::MetadataExt;
         let (mut unchanged, mut errors) = (Vec::new(), Vec::new());
-        for NewReservation { address, inode, content } in reservations {
+        for NewReservation { link, inode, content } in reservations {
+            let address = link.address;
             let path = self.folder.path.join(address.to_string());
             let is_same_file = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == *inode);
             if !is_same_file {
                 continue;
             }
-            match self.read(*address) {
-                Ok(Content::Text(text)) if text == content.trim().as_bytes() => unchanged.push(*address),
+            match self.read(address) {
+                Ok(Content::Text(text)) if text == content.trim().as_bytes() => unchanged.push(link.clone()),
                 Ok(_) => {}
                 Err(error) => errors.push(error),
             }

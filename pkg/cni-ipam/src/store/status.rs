@@ -1,12 +1,13 @@
 //! STATUS: counts the used addresses, without the lock and without waiting.
 //!
-//! Nothing is written. If the index describes the folder, its records are counted. Otherwise the
-//! names in the folder are counted. If a set is exhausted according to the names, the files are
-//! read too, because the address of a blank file is free.
+//! Nothing is written. The names in the folder are counted. If a set is exhausted according to the
+//! names, the files that have no link are read too, because the address of a blank file is free.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::fs::File;
 use std::net::IpAddr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use cni::{Code, Error, Result};
@@ -14,8 +15,8 @@ use nix::sys::statfs::statfs;
 use nix::unistd::{AccessFlags, access};
 
 use super::Store;
-use crate::index::header::Stamp;
-use crate::index::{self, Index, Record};
+use crate::content::address_of_name;
+use crate::links;
 use crate::ranges::{RangeSet, RangeSets};
 
 /// The number of used addresses of a range set.
@@ -54,52 +55,31 @@ impl Store {
     /// # Errors
     /// Code 5 if the folder exists but cannot be read.
     pub fn usage(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
-        let mut usage = match self.usage_by_index(sets) {
-            Some(usage) => usage,
-            None => self.usage_by_files(sets)?,
-        };
-        // `reclaimable` reads the whole index, so it is not called if every set has free addresses.
-        if usage.iter().any(Usage::is_exhausted) {
-            let reclaimable = self.reclaimable().unwrap_or_default();
-            for (usage, set) in usage.iter_mut().zip(sets.sets()) {
-                usage.used = usage.used.saturating_sub(count_in(set, &reclaimable));
-            }
-        }
-        Ok(usage)
-    }
-
-    /// Returns the usage of each set according to the names in the folder. If a set is exhausted by
-    /// the names, reads the files, because the address of a blank file is free.
-    ///
-    /// # Errors
-    /// Code 5 if the folder exists but cannot be read.
-    fn usage_by_files(&self, sets: &RangeSets) -> Result<Vec<Usage>> {
         let by_names = usage_of(sets, &self.names()?);
         if !by_names.iter().any(Usage::is_exhausted) {
             return Ok(by_names);
         }
-        Ok(match self.scan() {
-            Some(occupied) => usage_of(sets, &occupied),
-            None => by_names,
-        })
+        Ok(self.occupied_by_files().map_or(by_names, |occupied| usage_of(sets, &occupied)))
     }
 
-    /// Returns the usage of each set according to the records of the index. Returns `None` if the
-    /// index does not describe the folder.
-    fn usage_by_index(&self, sets: &RangeSets) -> Option<Vec<Usage>> {
-        Some(usage_of(sets, &self.peek()?))
+    /// Returns the addresses whose files are not blank, without those that the next ADD would
+    /// reclaim. Returns `None` if the folder cannot be read.
+    fn occupied_by_files(&self) -> Option<Vec<IpAddr>> {
+        let folder = File::open(self.path()).ok()?;
+        let scan = links::scan(self.path(), &folder, &self.links()).ok()?;
+        let reclaimable: HashSet<IpAddr> = self.reclaimable(&scan, &folder).into_iter().collect();
+        Some(scan.occupied().filter(|address| !reclaimable.contains(address)).collect())
     }
 
-    /// Returns the present stamp of the folder, or `None` if the folder cannot be read.
-    fn stamp(&self) -> Option<Stamp> {
-        std::fs::metadata(self.path()).ok().map(|metadata| Stamp::of(&metadata))
-    }
-
-    /// Writes a note with the addresses whose files are not reservations according to the index.
-    /// Takes no lock.
+    /// Writes a note with the addresses whose files are not regular files. Takes no lock.
     pub fn report_foreign(&self) {
-        let foreign = index::peek(&self.index_path(), || self.stamp(), Index::foreign);
-        self.note_foreign(&mut foreign.unwrap_or_default());
+        let mut foreign = Vec::new();
+        for entry in std::fs::read_dir(self.path()).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| !kind.is_file()) {
+                foreign.extend(address_of_name(entry.file_name().as_bytes()));
+            }
+        }
+        self.note_foreign(&mut foreign);
     }
 
     /// Returns the number of names in the folder that are addresses, or 0 if the folder does not
@@ -111,41 +91,25 @@ impl Store {
         self.names().map(|names| names.len())
     }
 
-    /// Returns the occupied addresses, sorted, or none if the folder cannot be read. Takes no lock.
+    /// Returns the addresses that have a file, sorted, or none if the folder cannot be read. Takes
+    /// no lock.
     pub fn occupied(&self) -> Vec<IpAddr> {
-        let mut occupied = self.peek().or_else(|| self.scan()).unwrap_or_default();
-        occupied.sort_unstable();
-        occupied
+        self.names().unwrap_or_default()
     }
 
-    /// Returns the occupied addresses according to the records of the index, or `None` if the index
-    /// does not describe the folder.
-    fn peek(&self) -> Option<Vec<IpAddr>> {
-        index::peek(&self.index_path(), || self.stamp(), Index::occupied)
-    }
-
-    /// Returns the addresses whose files are not blank, or `None` if the folder cannot be read.
-    /// Reads only files that are new or changed since their record in the index.
-    fn scan(&self) -> Option<Vec<IpAddr>> {
-        let folder = File::open(self.path()).ok()?;
-        let known = index::old_records(&self.index_path(), &self.options.host);
-        let records = index::scan(self.path(), &folder, &known).ok()?;
-        Some(records.into_iter().filter(Record::is_occupied).map(|record| record.address).collect())
-    }
-
-    /// Returns the names in the folder that are addresses, or none if the folder does not exist.
+    /// Returns the names in the folder that are addresses, sorted, or none if the folder does not
+    /// exist.
     ///
     /// # Errors
     /// Code 5 if the folder exists but cannot be read.
-    fn names(&self) -> Result<Vec<IpAddr>> {
-        match index::names_in(self.path()) {
-            Ok(names) => Ok(names),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-            Err(error) => {
-                let doing = format!("failed to read {}", self.path().display());
-                Err(Error::caused(Code::IO, doing, error))
-            }
-        }
+    pub(super) fn names(&self) -> Result<Vec<IpAddr>> {
+        let mut names = match links::names_in(self.path()) {
+            Ok(names) => names.into_iter().map(|(address, _)| address).collect(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(self.io_error("read", error)),
+        };
+        names.sort_unstable();
+        Ok(names)
     }
 
     /// Checks that ADD can write to the network's folder or, if that does not exist, to the nearest

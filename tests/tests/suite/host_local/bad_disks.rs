@@ -70,7 +70,6 @@ fn a_file_size_limit_fails_add_but_not_del() {
         let call = call.arg(cni_testkit::bin_dir().join("host-local")).command(verb).container(container);
         call.cni_path(cni_testkit::bin_dir()).config(&config(&node)).run()
     };
-    // Other reservations make the index larger than the limit.
     let mut all = attach(&node, &config(&node), 40);
     let before = node.reservations("net1");
     let late = node.container();
@@ -114,21 +113,28 @@ fn garbage_beside_the_reservations() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &config(&node), 1).remove(0);
     let folder = node.data_dir().join("net1");
-    let index = node.data_dir().join(".cni/net1/index");
-    for name in [folder.join("lock"), folder.join("last_reserved_ip.0"), folder.join("last_reserved_ip.1"), index] {
+    let sidecar = node.data_dir().join(".cni/net1");
+    let [links, boot] = ["links", "boot"].map(|name| sidecar.join(name));
+    let names =
+        [folder.join("lock"), folder.join("last_reserved_ip.0"), folder.join("last_reserved_ip.1"), links, boot];
+    for name in names {
+        let remove = || drop(fs::remove_dir_all(&name).or_else(|_| fs::remove_file(&name)));
         for content in ["", "garbage", "\0\0\0\0\0\0\0\0"] {
+            if name.starts_with(&sidecar) {
+                remove();
+            }
             fs::write(&name, content).unwrap();
             other_life(&node, &attachment);
         }
         let others = [Some(Path::new("/nonexistent/x")), None];
         for other in others.into_iter().filter(|_| !name.ends_with("lock")) {
-            let _ = fs::remove_file(&name);
+            remove();
             match other {
                 Some(target) => symlink(target, &name).unwrap(),
                 None => fs::create_dir(&name).unwrap(),
             }
             other_life(&node, &attachment);
-            fs::remove_file(&name).or_else(|_| fs::remove_dir(&name)).unwrap();
+            remove();
         }
     }
     attachment.check(&result).success();
@@ -202,7 +208,7 @@ fn files_of_another_user_without_the_right_to_read_them() {
     let content = fs::read(&path).unwrap();
     chown(&path, Some(4321), Some(4321)).unwrap();
     // The folder must be read again, and this address is the next candidate.
-    fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+    fs::remove_dir_all(node.data_dir().join(".cni/net1/links")).unwrap();
     fs::write(node.data_dir().join("net1/last_reserved_ip.0"), "10.1.0.1").unwrap();
     let late = node.container();
     let result = run(&node, "ADD", &late, &one.config, POWERLESS).success();

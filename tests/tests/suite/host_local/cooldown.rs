@@ -72,8 +72,8 @@ fn if_no_other_is_free_the_earliest_release_is_given() {
     for position in [3, 1, 4] {
         all[position].1.del().success();
     }
-    // What cools down still survives a rebuild of the index.
-    fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+    // What cools down still survives a scan of the folder.
+    fs::remove_dir_all(node.data_dir().join(".cni/net1/links")).unwrap();
     for expected in ["10.1.0.5", "10.1.0.3", "10.1.0.6"] {
         let (_, given, stderr) = add(&node, &config);
         assert_eq!(given, expected);

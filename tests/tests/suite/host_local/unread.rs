@@ -1,7 +1,7 @@
 //! A reservation that cannot be read, temporarily or permanently, hides no address and does not
 //! stop a container from ending.
 //!
-//! The index is removed first, so that the next call has to read the whole folder, which may fail.
+//! The links are removed first, so that the next call has to read the whole folder, which may fail.
 
 use std::fs;
 use std::os::unix::fs::chown;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::bad_disks::{POWERLESS, config, run};
 
-/// Runs a verb without an index and with a failure at its `at`-th call.
+/// Runs a verb without links and with a failure at its `at`-th call.
 fn failing(
     node: &Node,
     attachment: &Attachment<'_>,
@@ -22,7 +22,7 @@ fn failing(
     prev: Option<&Value>,
     at: u64,
 ) -> (Outcome, Option<Hit>) {
-    fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+    fs::remove_dir_all(node.data_dir().join(".cni/net1/links")).unwrap();
     let plan = Plan { victim: "host-local".into(), at, act: Act::Fail(Errno::EIO) };
     let traced = attachment.invocation(verb, prev).traced(&plan);
     (traced.outcome, traced.hit)
@@ -34,7 +34,7 @@ fn a_del_that_fails_to_read_reports_it_or_leaves_nothing() {
     let node = Node::new();
     let (_staying, staying, _) = attach(&node, &config(&node), 1).remove(0);
     let before = node.reservations("net1");
-    let (mut succeeded, mut looks) = (0, 0);
+    let mut succeeded = 0;
     for at in 1.. {
         let (_container, attachment, _) = attach(&node, &staying.config, 1).remove(0);
         let (outcome, hit) = failing(&node, &attachment, "DEL", None, at);
@@ -46,11 +46,7 @@ fn a_del_that_fails_to_read_reports_it_or_leaves_nothing() {
             break;
         }
         succeeded += u32::from(outcome.status == Some(0));
-        let looked = hit.is_some_and(|hit| hit.call.contains("stat"));
-        looks += u32::from(looked && outcome.status == Some(0));
     }
-    // Four fewer if a failed stat ended the reading of the folder.
-    assert!(looks >= 20, "only {looks} failing looks at a file were got over");
     assert!(succeeded > 10, "only {succeeded} failures were got over");
     staying.del().success();
 }
@@ -116,7 +112,7 @@ fn del_ignores_an_unreadable_file_and_rereads_it_later() {
     for verb in ["DEL", "GC"] {
         let node = Node::new();
         let all = with_a_foreign_file(&node);
-        fs::remove_file(node.data_dir().join(".cni/net1/index")).unwrap();
+        fs::remove_dir_all(node.data_dir().join(".cni/net1/links")).unwrap();
         for (container, attachment, _) in all.iter().rev() {
             // The file may belong to any container. It is only logged: as an error it would fail
             // every DEL of this network.

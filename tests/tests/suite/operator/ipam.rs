@@ -67,7 +67,7 @@ fn gc_removes_reservations_of_gone_containers_only() {
     assert_eq!(operator.node.reservations("net1").len(), 3);
     operator.done(&["ipam", "gc", "net1", "--unknown", "--min-age", "0"]);
     assert_eq!(operator.node.reservations("net1").len(), 2, "that of the container that lives stays in either form");
-    // What was freed is given out again: the index knows.
+    // What was freed is given out again.
     operator.detach(&lives);
     operator.done(&["ipam", "release", "net1", "10.1.0.78", "--force"]);
     operator.done(&["del", "net1", "--container-id", &id]);

@@ -55,8 +55,8 @@ fn fifos_in_the_sidecar_are_never_waited_for() {
     let data = net.data.path().to_owned();
     let sidecar = net.data.path().join(".cni/net");
     let put_fifos = || {
-        for name in ["index", "index.new", "new.1"] {
-            drop(fs::remove_file(sidecar.join(name)));
+        for name in ["links", "boot", "boot.new", "index", "new.1"] {
+            drop(fs::remove_dir_all(sidecar.join(name)).or_else(|_| fs::remove_file(sidecar.join(name))));
             fifo(&sidecar.join(name));
         }
     };
@@ -75,7 +75,7 @@ fn fifos_in_the_sidecar_are_never_waited_for() {
         Net::open(&data).lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap().release(&owner("b")).unwrap()
     });
     assert_eq!(released.len(), 1);
-    assert!(fs::metadata(net.index()).unwrap().is_file(), "the FIFO has made way for an index");
+    assert!(fs::metadata(net.links()).unwrap().is_dir(), "the FIFO has made way for the links");
 }
 
 #[test]
@@ -131,16 +131,23 @@ fn garbage_in_the_sidecar_is_replaced() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     net.add("a", &pool).unwrap();
-    for garbage in [Vec::new(), vec![0; 100], vec![0xff; 40_000]] {
-        fs::write(net.index(), garbage).unwrap();
+    let links = net.linked();
+    for bucket in fs::read_dir(net.links()).unwrap() {
+        let bucket = bucket.unwrap().path();
+        let link = bucket.join(&links[0]);
+        // Links to a missing and to another file, an unknown name, a folder; and then none at all.
+        fs::write(bucket.join(links[0].replace("10.0.0.2", "10.0.0.9")), "a\r\neth0").unwrap();
+        fs::write(bucket.join("garbage"), "a\r\neth0").unwrap();
+        assert_eq!(net.lock().reserved_by(&owner("a")).unwrap().len(), 1);
+        fs::remove_file(&link).unwrap();
+        fs::create_dir(&link).unwrap();
         assert_eq!(net.lock().reserved_by(&owner("a")).unwrap().len(), 1);
     }
-    // A valid header before damaged slots, whose checksums are wrong.
-    let mut bytes = fs::read(net.index()).unwrap();
-    bytes[4096..].fill(0xab);
-    fs::write(net.index(), bytes).unwrap();
+    fs::remove_dir_all(net.links()).unwrap();
     assert_eq!(net.lock().reserved_by(&owner("a")).unwrap().len(), 1);
+    fs::write(net.data.path().join(".cni/net/index"), "of an older build").unwrap();
     assert_eq!(net.add("b", &pool).unwrap(), ["10.0.0.3"]);
     fs::remove_dir_all(net.data.path().join(".cni")).unwrap();
     assert_eq!(net.del("b"), ["10.0.0.3"]);
+    assert_eq!(net.linked(), ["3aa3cd12aab2d6ca-10.0.0.2"], "without the boot, which no file has");
 }

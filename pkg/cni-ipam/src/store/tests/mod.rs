@@ -41,8 +41,19 @@ impl Net {
         self.store.path().join(name)
     }
 
-    fn index(&self) -> PathBuf {
-        self.data.path().join(".cni/net/index")
+    fn links(&self) -> PathBuf {
+        self.data.path().join(".cni/net/links")
+    }
+
+    /// Returns the names of all links, without their buckets.
+    fn linked(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        for bucket in fs::read_dir(self.links()).unwrap() {
+            names.extend(fs::read_dir(bucket.unwrap().path()).unwrap().map(|entry| entry.unwrap().file_name()));
+        }
+        let mut names: Vec<String> = names.into_iter().map(|name| name.into_string().unwrap()).collect();
+        names.sort();
+        names
     }
 
     fn add(&self, id: &str, sets: &RangeSets) -> Result<Vec<String>> {

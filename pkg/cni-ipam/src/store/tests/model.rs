@@ -52,7 +52,7 @@ enum Step {
     KilledAdd(u8, u8, u8),
     KilledDel(u8, u8),
     Collect(u8),
-    LoseIndex,
+    LoseLinks,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -66,7 +66,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0u8..16, 0u8..8, 0u8..4).prop_map(|(at, id, stage)| Step::KilledAdd(at, id, stage)),
         2 => (0u8..16, 0u8..4).prop_map(|(at, stage)| Step::KilledDel(at, stage)),
         1 => (0u8..8).prop_map(Step::Collect),
-        1 => Just(Step::LoseIndex),
+        1 => Just(Step::LoseLinks),
     ]
 }
 
@@ -83,34 +83,43 @@ fn content(number: u8) -> String {
 }
 
 /// Creates the reservation of an address, or removes it without `content`, as a process that is
-/// killed after `stage` of the steps after step 1 that the head of `index` numbers.
+/// killed after `stage` steps.
 fn killed(net: &Net, address: &str, content: Option<&str>, stage: u8) {
     let mut locked = net.lock();
-    assert!(locked.begin_change().is_ok_and(|fresh| fresh));
-    let address_ip: IpAddr = address.parse().unwrap();
-    if stage == 0 {
+    locked.prepare_view().unwrap();
+    let ip: IpAddr = address.parse().unwrap();
+    let file = locked.folder.path.join(address);
+    let Some(content) = content else {
+        let held = match stage {
+            0 => None,
+            _ => fs::read(&file).ok(),
+        };
+        drop(fs::remove_file(&file));
+        let link = held.map(|content| Link::new(&content, ip, None));
+        link.into_iter().for_each(|link| locked.folder.links.remove(&link));
+        if stage > 1 {
+            stamp_only_the_folder(&locked);
+        }
+        return;
+    };
+    let link = Link::new(content.as_bytes(), ip, locked.recorded_boot());
+    if file.exists() {
         return;
     }
-    let made = match content {
-        Some(content) => match locked.folder.create(address_ip, content, 7, &mut |_| ()).unwrap() {
-            folder::LinkOutcome::Created(record) => Some(record),
-            folder::LinkOutcome::Exists => return,
-        },
-        None => {
-            locked.folder.unlink(address).unwrap();
-            None
-        }
-    };
-    let mut index = locked.index.take().unwrap();
+    drop(locked.folder.links.create(&link, content).unwrap());
+    if stage > 0 {
+        fs::hard_link(locked.folder.links.path(&link), &file).unwrap();
+    }
     if stage > 1 {
-        index.stamp_folder(&locked.folder.file).unwrap();
+        stamp_only_the_folder(&locked);
     }
-    if stage > 2 {
-        match made {
-            Some(record) => index.put(&record).unwrap(),
-            None => index.remove(address_ip).unwrap(),
-        }
-    }
+}
+
+/// Stamps the folder of reservations and not that of the links.
+fn stamp_only_the_folder(locked: &Locked) {
+    let before = fs::metadata(locked.folder.path.join("../.cni/net/links")).unwrap().modified().unwrap();
+    locked.folder.links.stamp(&locked.folder.file).unwrap();
+    File::open(locked.folder.path.join("../.cni/net/links")).unwrap().set_modified(before).unwrap();
 }
 
 /// Returns the contents of the files that are not blank, by their addresses.
@@ -135,7 +144,7 @@ fn holds_in_pool(truth: &BTreeMap<IpAddr, String>, number: u8) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
     #[test]
-    fn the_index_never_contradicts_the_files(steps in prop::collection::vec(step(), 1..40)) {
+    fn the_links_never_contradict_the_files(steps in prop::collection::vec(step(), 1..40)) {
         let net = Net::new();
         let pool = sets(&["10.0.0.0/28"]);
         drop(net.lock());
@@ -173,7 +182,7 @@ proptest! {
                     let collected = net.lock().gc(&[owner(&id(number))]).unwrap();
                     prop_assert_eq!(collected.removed.len(), before.len() - holds(&before, number).len());
                 }
-                Step::LoseIndex => drop(fs::remove_file(net.index())),
+                Step::LoseLinks => drop(fs::remove_dir_all(net.links())),
             }
             let after = truth(&net);
             for number in 0..8 {
@@ -181,9 +190,11 @@ proptest! {
                 prop_assert_eq!(got, holds(&after, number));
             }
             let used = after.keys().filter(|a| (2..15).any(|o| at(o) == a.to_string())).count() as u128;
-            if net.index().exists() && !fs::read_dir(net.store.path()).unwrap().any(|e| e.unwrap().metadata().unwrap().len() == 0) {
+            if !fs::read_dir(net.store.path()).unwrap().any(|e| e.unwrap().metadata().unwrap().len() == 0) {
                 prop_assert_eq!(net.store.usage(&pool).unwrap()[0].used, used);
             }
+            drop(net.lock().scan().unwrap());
+            prop_assert_eq!(net.linked().len(), after.len(), "links of removed reservations stay");
         }
     }
 }

@@ -46,10 +46,6 @@ fn add(store: &Store, id: &str, sets: &RangeSets) -> Result<String> {
     Ok(locked.reserve(&owner(id), sets, &Requested::none())?.addresses[0].1.to_string())
 }
 
-fn header(net: &Net) -> index::header::Header {
-    index::peek_header(&net.index()).unwrap()
-}
-
 #[test]
 fn only_the_first_add_of_a_boot_releases_and_reports() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/29"]));
@@ -65,7 +61,7 @@ fn only_the_first_add_of_a_boot_releases_and_reports() {
     let path = net.store.path().display();
     let note = format!("released 3 reservations in {path}, made before this boot: 10.0.0.2, 10.0.0.3, 10.0.0.4");
     assert_eq!(*lines.borrow(), [note]);
-    assert_eq!(header(&net).oldest_reclaimable, None);
+    assert!(second.is_searched());
     assert_eq!(net.names(), ["10.0.0.5", "10.0.0.6", "last_reserved_ip.0", "lock"]);
     // An ADD that searches nothing works without the time of the boot.
     fs::remove_file(root.path().join("proc/uptime")).unwrap();
@@ -85,9 +81,9 @@ fn status_counts_reclaimable_addresses_as_free() {
     let (second, _) = store(&net, booted(root.path(), "two", "0"));
     let used = |store: &Store| store.usage(&pool).unwrap().iter().map(|set| set.used).collect::<Vec<_>>();
     assert_eq!(used(&second), [1, 0]);
-    // DEL rebuilds the index, and releases only its owner's reservation.
+    // DEL releases only its owner's reservation.
     second.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap().release(&owner("a")).unwrap();
-    assert!(header(&net).oldest_reclaimable.is_some());
+    assert!(!second.is_searched());
     net.write("10.0.0.2", "go\r\neth0");
     assert_eq!(used(&second), [2, 0]);
     assert_eq!(net.names().len(), 11);
@@ -105,15 +101,16 @@ fn a_clock_set_late_postpones_the_search_without_repeating_it() {
     // A boot that seems to have begun before the reservation was made.
     let (second, lines) = store(&net, booted(root.path(), "two", "500000"));
     add(&second, "b", &pool).unwrap();
-    assert!(header(&net).oldest_reclaimable.is_some() && lines.borrow().is_empty());
+    assert!(second.is_searched() && lines.borrow().is_empty());
     fs::write(root.path().join("proc/uptime"), "0").unwrap();
     assert_eq!(add(&second, "a", &pool).unwrap(), "10.0.0.4");
     assert_eq!(net.names(), ["10.0.0.3", "10.0.0.4", "last_reserved_ip.0", "lock"]);
-    assert_eq!(header(&net).oldest_reclaimable, None);
+    fs::write(root.path().join("proc/uptime"), "900000").unwrap();
+    assert!(second.is_searched(), "nothing is left to search");
 }
 
 #[test]
-fn releasing_very_many_at_once_leaves_a_correct_index() {
+fn releasing_very_many_at_once_leaves_correct_links() {
     let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
     require!(on_disk(&net));
     let (first, _) = store(&net, booted(root.path(), "one", "1000"));
@@ -123,7 +120,7 @@ fn releasing_very_many_at_once_leaves_a_correct_index() {
     let (second, _) = store(&net, booted(root.path(), "two", "0"));
     add(&second, "a", &pool).unwrap();
     assert_eq!(second.usage(&pool).unwrap()[0].used, 1);
-    assert_eq!((net.names().len(), header(&net).oldest_reclaimable), (3, None));
+    assert_eq!((net.names().len(), net.linked().len(), second.is_searched()), (3, 1, true));
 }
 
 #[test]
@@ -135,11 +132,12 @@ fn a_reservation_of_a_killed_add_is_reclaimed_after_reboot() {
         let (first, _) = store(&net, booted(root.path(), "one", "1000"));
         add(&first, "a", &pool).unwrap();
         let mut locked = first.lock(DEFAULT_LIMIT, &TestMachine::default()).unwrap();
-        assert!(matches!(locked.begin_change(), Ok(true)));
+        locked.prepare_view().unwrap();
         for address in ["10.0.0.3", "10.0.0.4"] {
-            locked.create(&owner("killed"), address.parse().unwrap()).unwrap();
+            let link = Link::new(b"killed\r\neth0", address.parse().unwrap(), locked.recorded_boot());
+            locked.folder.create(&link, "killed\r\neth0").unwrap();
         }
-        // Dropped without an update of the index, as by SIGKILL. One of the two is then changed.
+        // Dropped without a stamp, as by SIGKILL. One of the two is then changed.
         drop(locked);
         net.write("10.0.0.4", "foreign\r\neth0");
         between.map(|id| add(&first, id, &pool).unwrap());
@@ -153,19 +151,21 @@ fn a_reservation_of_a_killed_add_is_reclaimed_after_reboot() {
 }
 
 #[test]
-fn records_of_a_damaged_index_survive_its_rebuild() {
-    let (net, root, pool) = (Net::new(), tempfile::tempdir().unwrap(), sets(&["10.0.0.0/24"]));
+fn without_a_search_the_file_system_decides_on_the_boot() {
+    let (net, root) = (Net::new(), tempfile::tempdir().unwrap());
     require!(on_disk(&net));
-    let (first, _) = store(&net, booted(root.path(), "one", "1000"));
-    add(&first, "a", &pool).unwrap();
-    let mut bytes = fs::read(net.index()).unwrap();
-    // A slot without a tag must be empty.
-    for slot in bytes[4096..].chunks_exact_mut(64).filter(|slot| slot[2] == 0) {
-        slot[63] = 1;
-    }
-    fs::write(net.index(), &bytes).unwrap();
-    add(&first, "b", &pool).unwrap();
-    let (second, lines) = store(&net, booted(root.path(), "two", "0"));
-    add(&second, "c", &pool).unwrap();
-    assert_eq!(net.names(), ["10.0.0.4", "last_reserved_ip.0", "lock"], "{:?}", lines.borrow());
+    let (reclaiming, _) = store(&net, booted(root.path(), "one", "1000"));
+    let mut keeping = reclaiming.clone();
+    keeping.options.after_reboot = RebootPolicy::Keep;
+    let pool = sets(&["10.0.0.0/24"]);
+    add(&keeping, "a", &pool).unwrap();
+    add(&reclaiming, "b", &pool).unwrap();
+    let boot = reclaiming.options.host.boot().unwrap().to_string();
+    assert!(net.linked().iter().all(|name| name.ends_with(&boot)), "{:?}", net.linked());
+    // As on a shared file system.
+    let record = net.data.path().join(".cni/net/boot");
+    fs::remove_file(&record).unwrap();
+    std::os::unix::fs::symlink(format!("{boot} shared"), &record).unwrap();
+    add(&reclaiming, "c", &pool).unwrap();
+    assert_eq!(net.linked().iter().filter(|name| name.ends_with(&boot)).count(), 2);
 }

@@ -17,13 +17,24 @@ fn del_takes_the_exact_owner_and_the_old_form_only_without_one() {
 }
 
 #[test]
-fn gc_trusts_the_file_and_not_the_index() {
+fn gc_trusts_the_file_and_not_its_link() {
     let net = Net::new();
     net.write("10.0.0.2", "gone\r\neth0");
     net.lock().reserved_by(&owner("gone")).unwrap();
     net.write("10.0.0.2", "here\r\neth0"); // in place: the folder is as it was
     assert_eq!(net.lock().gc(&[owner("here")]).unwrap().removed, []);
     assert!(net.path("10.0.0.2").exists());
+    assert_eq!(net.del("here"), ["10.0.0.2"]);
+}
+
+#[test]
+fn a_del_that_finds_an_edited_file_links_the_new_owner() {
+    let net = Net::new();
+    net.add("a", &sets(&["10.0.0.0/24"])).unwrap();
+    net.write("10.0.0.2", "b\r\neth0"); // in place: the folder is as it was
+    assert_eq!(net.del("a"), [""; 0]);
+    assert_eq!(net.del("b"), ["10.0.0.2"]);
+    assert_eq!((net.names().len(), net.linked().len()), (2, 0));
 }
 
 #[test]
@@ -48,7 +59,7 @@ fn gc_keeps_valid_and_old_form_reservations_and_foreign_files() {
 }
 
 #[test]
-fn gc_of_very_many_leaves_a_correct_index() {
+fn gc_of_very_many_leaves_correct_links() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     for n in 2..200 {
@@ -56,6 +67,7 @@ fn gc_of_very_many_leaves_a_correct_index() {
     }
     let collected = net.lock().gc(&[owner("c77")]).unwrap();
     assert_eq!((collected.removed.len(), collected.kept), (197, 1));
+    assert_eq!(net.linked().len(), 1);
     assert_eq!(net.store.usage(&pool).unwrap()[0].used, 1);
     assert_eq!(net.add("x", &pool).unwrap(), ["10.0.0.2"]);
 }

@@ -1,7 +1,7 @@
 //! ADD: which files are made, who is refused, and what undoing frees.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::os::unix::fs::PermissionsExt;
+use std::time::SystemTime;
 
 use super::*;
 
@@ -55,15 +55,13 @@ fn a_requested_address_that_is_held_names_its_holder() {
 }
 
 #[test]
-fn exhaustion_is_code_11_and_is_remembered_by_the_index() {
+fn exhaustion_is_code_11_and_changes_nothing() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/29"]);
     for id in ["a", "b", "c", "d", "e"] {
         net.add(id, &pool).unwrap();
     }
-    // Its age is the whole seconds since the whole second of its ctime: 1 s as soon as a new second
-    // has begun.
-    let made = UNIX_EPOCH + Duration::from_secs(fs::metadata(net.path("10.0.0.2")).unwrap().ctime() as u64);
+    let made = fs::metadata(net.path("10.0.0.2")).unwrap().modified().unwrap();
     let age = || SystemTime::now().duration_since(made).unwrap().as_secs();
     let youngest = age();
     let error = net.add("f", &pool).unwrap_err();
@@ -75,46 +73,38 @@ fn exhaustion_is_code_11_and_is_remembered_by_the_index() {
     );
     let told = |age| error.details().contains(&format!("10.0.0.2 is held by a eth0 for {age} s"));
     assert!((youngest..=oldest).any(told), "{youngest} to {oldest} s: {}", error.details());
-    let before = fs::read(net.index()).unwrap();
+    let before = (net.names(), net.linked());
     net.add("f", &pool).unwrap_err();
-    assert_eq!(fs::read(net.index()).unwrap(), before, "a second failure in a row reads the index alone");
+    assert_eq!((net.names(), net.linked()), before);
     assert_eq!(net.del("c"), ["10.0.0.4"]);
     assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.4"]);
 }
 
 #[test]
-fn two_full_sets_do_not_have_the_folder_read_for_one_another() {
-    let net = Net::new();
-    let pools = [sets(&["10.0.0.0/29"]), sets(&["10.1.0.0/29"])];
-    for pool in &pools {
-        for id in ["a", "b", "c", "d", "e"] {
-            net.add(id, pool).unwrap();
-        }
-    }
-    net.add("f", &pools[0]).unwrap_err();
-    // A new index would be another file.
-    let before = fs::metadata(net.index()).unwrap().ino();
-    for (number, pool) in [1, 0, 1].map(|number| (number, &pools[number])) {
-        let error = net.add("f", pool).unwrap_err();
-        let oldest = format!("oldest reservations: 10.{number}.0.2 is held by a eth0 for");
-        assert!(error.details().starts_with(&oldest), "{}", error.details());
-        assert_eq!(fs::metadata(net.index()).unwrap().ino(), before, "set {number}");
-    }
-}
-
-#[test]
-fn a_set_with_only_gateways_does_not_reread_the_folder() {
+fn a_set_with_only_gateways_is_exhausted() {
     let net = Net::new();
     let gateway = || Some("10.0.0.1".to_owned());
     let subnet = Some("10.0.0.0/29".to_owned());
     let conf = RangeConf { subnet, range_start: gateway(), range_end: gateway(), gateway: gateway() };
     let pool = RangeSets::check(&[], &RangeConf::default(), &[vec![conf]]).unwrap();
     assert_eq!(pool.sets()[0].capacity(), 0);
-    net.add("f", &pool).unwrap_err();
-    let before = fs::metadata(net.index()).unwrap().ino();
     let error = net.add("f", &pool).unwrap_err();
     assert_eq!((error.code(), error.details()), (Code::TRY_AGAIN, ""));
-    assert_eq!(fs::metadata(net.index()).unwrap().ino(), before);
+}
+
+#[test]
+fn a_blank_file_after_many_reservations_is_free() {
+    let net = Net::new();
+    for n in 2..100 {
+        net.write(&format!("10.0.0.{n}"), &format!("c{n}\r\neth0"));
+    }
+    net.write("10.0.0.100", "");
+    net.write("10.0.0.101", "x");
+    let range =
+        RangeConf { subnet: Some("10.0.0.0/24".into()), range_end: Some("10.0.0.101".into()), ..RangeConf::default() };
+    let pool = RangeSets::check(&[], &RangeConf::default(), &[vec![range]]).unwrap();
+    assert_eq!(net.add("a", &pool).unwrap(), ["10.0.0.100"]);
+    assert_eq!(net.add("b", &pool).unwrap_err().code(), Code::TRY_AGAIN);
 }
 
 #[test]
@@ -212,10 +202,10 @@ fn reuse_returns_the_same_addresses_and_adds_missing_ones() {
     net.add("b", &two).unwrap();
     let first = again(&net, "a", &two, &Requested::none()).unwrap();
     assert_eq!(first, ["10.0.0.3", "10.1.0.2"]);
-    let (before, index) = (net.names(), fs::read(net.index()).unwrap());
+    let (before, links) = (net.names(), net.linked());
     assert_eq!(again(&net, "a", &two, &Requested::none()).unwrap(), first);
     assert_eq!(again(&net, "a", &two, &asking("10.1.0.2")).unwrap(), first, "also when asked for");
-    assert_eq!((net.names(), fs::read(net.index()).unwrap()), (before, index), "nothing is written");
+    assert_eq!((net.names(), net.linked()), (before, links), "nothing is written");
     assert_eq!(fs::read_to_string(net.path("last_reserved_ip.1")).unwrap(), "10.1.0.3");
     assert_eq!(net.lock().release(&owner("a")).unwrap().len(), 2);
 }
@@ -277,7 +267,7 @@ fn a_set_without_an_address_in_the_blocks_is_named() {
     let occupied = ["10.0.0.8", "10.0.0.9", "fd00::8"].map(|ip| ip.parse::<IpAddr>().unwrap());
     assert_eq!(net.lock().occupied().unwrap(), occupied);
     assert_eq!(net.store.occupied(), occupied);
-    fs::remove_file(net.index()).unwrap();
+    fs::remove_dir_all(net.links()).unwrap();
     assert_eq!(net.store.occupied(), occupied);
 }
 

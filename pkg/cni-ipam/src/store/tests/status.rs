@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn status_counts_without_an_index_and_creates_nothing() {
+fn status_counts_without_links_and_creates_nothing() {
     let net = Net::new();
     let pools = sets(&["10.0.0.0/29", "fd00::/64"]);
     assert_eq!(net.store.usage(&pools).unwrap()[0].to_string(), "10.0.0.1-10.0.0.6: 0 of 5 used");
@@ -17,6 +17,6 @@ fn status_counts_without_an_index_and_creates_nothing() {
     net.add("e", &pools).unwrap();
     let _held = net.lock();
     assert!(net.store.usage(&pools).unwrap()[0].is_exhausted(), "answered although the lock is held");
-    fs::remove_file(net.index()).unwrap();
+    fs::remove_dir_all(net.links()).unwrap();
     assert!(net.store.usage(&pools).unwrap()[0].is_exhausted());
 }

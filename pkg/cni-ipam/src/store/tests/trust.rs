@@ -1,9 +1,9 @@
-//! Tests changes that the index on disk does not have: it must not be trusted then.
+//! Tests changes that the links do not have: they must not be trusted then.
 
 use super::*;
 
 #[test]
-fn a_change_after_reading_the_index_is_noticed() {
+fn a_change_after_reading_the_links_is_noticed() {
     let net = Net::new();
     let pool = sets(&["10.0.0.0/24"]);
     net.add("a", &pool).unwrap();
@@ -23,16 +23,42 @@ fn an_unnoticed_removal_is_found_before_reporting_exhaustion() {
         net.add(id, &pool).unwrap();
     }
     let mut locked = net.lock();
-    assert!(locked.begin_change().is_ok_and(|fresh| fresh));
+    locked.prepare_view().unwrap();
+    let were_complete = locked.begin_change();
+    assert!(were_complete);
     // Without the lock, in the few microseconds between the comparison and the new stamp.
     fs::remove_file(net.path("10.0.0.3")).unwrap();
-    let folder::LinkOutcome::Created(record) =
-        locked.folder.create("10.0.0.6".parse().unwrap(), "e\r\neth0", 0, &mut |_| ()).unwrap()
-    else {
-        panic!("10.0.0.6 was free");
-    };
-    locked.finish_change(|index| index.put(&record));
+    let link = Link::new(b"e\r\neth0", "10.0.0.6".parse().unwrap(), None);
+    locked.folder.create(&link, "e\r\neth0").unwrap();
+    locked.finish_change(were_complete);
     drop(locked);
-    assert_eq!(net.store.usage(&pool).unwrap()[0].used, 5, "so the index was deceived");
+    assert_eq!(net.linked().len(), 5, "so a link of a removed reservation is left");
     assert_eq!(net.add("f", &pool).unwrap(), ["10.0.0.3"]);
+    drop(net.lock().scan().unwrap());
+    assert_eq!(net.linked().len(), 5);
+}
+
+#[test]
+fn two_mtimes_of_the_kernel_prove_nothing() {
+    let net = Net::new();
+    net.add("a", &sets(&["10.0.0.0/24"])).unwrap();
+    net.write("10.0.0.9", "y\r\neth0");
+    // As if the folder of links was created in the same tick of the kernel's clock.
+    let now = fs::metadata(net.store.path()).unwrap().modified().unwrap();
+    File::open(net.links()).unwrap().set_modified(now).unwrap();
+    assert_eq!(net.del("y"), ["10.0.0.9"]);
+}
+
+#[test]
+fn only_files_without_a_link_are_read() {
+    let net = Net::new();
+    net.add("a", &sets(&["10.0.0.0/24"])).unwrap();
+    net.write("10.0.0.9", "y\r\neth0");
+    let mut locked = net.lock();
+    // No folder, so that nothing in it can be read.
+    locked.folder.file = File::open(net.path("lock")).unwrap();
+    let scan = locked.scan().unwrap();
+    assert_eq!((scan.held.len(), scan.unread.len(), scan.occupied().count()), (1, 1, 2));
+    drop(locked);
+    assert_eq!(net.lock().scan().unwrap().held.len(), 2, "what was unreadable is read again");
 }

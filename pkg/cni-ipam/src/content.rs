@@ -1,27 +1,16 @@
-//! Reads the folder of reservations for a rebuild of the index: all names, and the content of files
-//! that are new or changed.
+//! Reads the files in the folder of reservations.
 //!
-//! Nothing in the folder is changed. Files whose names are not addresses, in the spelling of Go's
-//! plugin and this one, are ignored. Metadata is read with std instead of nix, because the C
-//! library of a 32-bit machine truncates inodes and times.
+//! Nothing is changed. Files whose names are not addresses, in the spelling of Go's plugin and this
+//! one, are ignored.
 
-use std::collections::HashMap;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::{self, Read};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
-
-use super::record::UNRELIABLE_CTIME;
-use super::{Holder, Record, hash};
-use crate::host::Timestamp;
 
 /// The length of the longest reservation, in bytes. Only this much of a longer file is read.
 pub(crate) const MAX_LENGTH: u64 = 64 * 1024;
@@ -31,9 +20,6 @@ const MAX_ID_LENGTH: usize = 4096;
 const SHOWN_LENGTH: usize = 64;
 /// The length of the longest text of an address, in bytes.
 const MAX_ADDRESS_LENGTH: usize = 45;
-/// How many seconds after a change another change of the file could leave the same times: the
-/// kernel's clock for the times of files is coarse.
-const CLOCK_UNCERTAINTY: i64 = 2;
 
 /// Returns the address that is the file's name. Returns `None` if the name is not an address, or
 /// not in the spelling of these plugins and Go's.
@@ -52,92 +38,6 @@ pub(crate) fn address_of_name(name: &[u8]) -> Option<IpAddr> {
         IpAddr::V6(v6) => v6.to_ipv4_mapped().is_none() && v6.to_string() == name,
     };
     has_same_spelling.then_some(address)
-}
-
-/// Returns the addresses that are names of files in the folder. Reads no file.
-pub(crate) fn names_in(folder: &Path) -> io::Result<Vec<IpAddr>> {
-    let mut addresses = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        addresses.extend(address_of_name(entry?.file_name().as_bytes()));
-    }
-    Ok(addresses)
-}
-
-/// Returns a record for each file whose name is an address, in no order. `known` are earlier
-/// records: a file that is unchanged since its record is not read.
-///
-/// # Errors
-/// The folder cannot be read. A single file that cannot be read is not an error: it gets a record
-/// with [`Holder::Unreadable`].
-pub(crate) fn scan(path: &Path, folder: &File, known: &HashMap<IpAddr, Record>) -> io::Result<Vec<Record>> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64;
-    let mut records = Vec::with_capacity(known.len());
-    for entry in std::fs::read_dir(path)? {
-        let entry = entry?;
-        let Some(address) = address_of_name(entry.file_name().as_bytes()) else { continue };
-        // `DirEntry::metadata` uses the folder's descriptor, which takes half the time of a path.
-        let metadata = match entry.metadata() {
-            Ok(metadata) => metadata,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            // One damaged file must not make every DEL of the network fail.
-            Err(_) => {
-                records.push(unreadable_record(address));
-                continue;
-            }
-        };
-        // Unreadable files are tried again. So are foreign files: older builds recorded every file
-        // that is too long as foreign, even if it names an owner.
-        let reusable = known.get(&address).filter(|record| {
-            !matches!(record.holder, Holder::Unreadable | Holder::Foreign) && is_same(record, &metadata)
-        });
-        records.push(match reusable {
-            // A provisional record has no exact ctime, so it gets that of the file.
-            Some(record) => Record { ctime: ctime(&metadata), ..*record },
-            None => new_record(address, &metadata, read(folder, address), now),
-        });
-    }
-    Ok(records)
-}
-
-/// Returns the record of a file whose metadata cannot be read.
-fn unreadable_record(address: IpAddr) -> Record {
-    Record { address, inode: 0, ctime: UNRELIABLE_CTIME, mtime_nanos: 0, holder: Holder::Unreadable, boot: 0 }
-}
-
-/// Returns the file's ctime.
-fn ctime(metadata: &Metadata) -> Timestamp {
-    (metadata.ctime(), metadata.ctime_nsec() as u32)
-}
-
-/// Whether `metadata` is that of the file that the record describes, and the file is unchanged.
-fn is_same(known: &Record, metadata: &Metadata) -> bool {
-    known.inode == metadata.ino()
-        && known.matches_ctime(ctime(metadata))
-        && known.mtime_nanos == metadata.mtime_nsec() as u32
-}
-
-/// Whether the folder still has the file that the record describes, unchanged.
-pub(crate) fn is_unchanged(folder: &File, record: &Record) -> bool {
-    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let Ok(file) = openat(folder.as_fd(), record.address.to_string().as_str(), flags, Mode::empty()) else {
-        return false;
-    };
-    File::from(file).metadata().is_ok_and(|metadata| is_same(record, &metadata))
-}
-
-/// Returns the record of a file that was just read. `now` is in seconds since 1970.
-fn new_record(address: IpAddr, metadata: &Metadata, content: io::Result<Content>, now: i64) -> Record {
-    // A ctime in the future, after the clock was set back, is not reliable either.
-    let is_ctime_reliable = (0..=now - CLOCK_UNCERTAINTY).contains(&metadata.ctime());
-    let holder = match content {
-        Ok(Content::Text(text)) => Holder::Content(hash(&text)),
-        Ok(Content::Blank | Content::Absent) => Holder::Free,
-        Ok(Content::Foreign) => Holder::Foreign,
-        Err(_) => Holder::Unreadable,
-    };
-    let ctime = if is_ctime_reliable { ctime(metadata) } else { UNRELIABLE_CTIME };
-    // Only the process that creates a reservation knows the boot.
-    Record { address, inode: metadata.ino(), ctime, mtime_nanos: metadata.mtime_nsec() as u32, holder, boot: 0 }
 }
 
 /// The content of a file in the folder.
@@ -225,6 +125,23 @@ fn owner_of_oversized(beginning: &[u8]) -> Content {
     Content::Text(owner.into_bytes())
 }
 
+/// Returns the hash of a text (FNV-1a with a finaliser). Names of links contain such hashes, so the
+/// algorithm must not change; those of the standard library may.
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
+    let mut h = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+    h ^= h >> 33;
+    h = h.wrapping_mul(0xff51_afd7_ed55_8ccd);
+    h ^= h >> 33;
+    h = h.wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    h ^ (h >> 33)
+}
+
+/// Parses a hash of 16 digits, as `{:016x}` writes it. Returns `None` for another text.
+pub(crate) fn parse_hash(text: &str) -> Option<u64> {
+    let is_spelled_so = text.len() == 16 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    u64::from_str_radix(text, 16).ok().filter(|_| is_spelled_so)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -284,37 +201,5 @@ mod tests {
         assert!(matches!(classify(&invalid), Content::Text(_)));
         invalid.truncate(MAX_LENGTH as usize);
         assert_eq!(classify(&invalid), Content::Text(invalid));
-    }
-
-    #[test]
-    fn an_unreadable_file_counts_as_taken_and_is_read_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("10.0.0.2");
-        std::fs::write(&path, "a").unwrap();
-        // No folder, so that nothing in it can be read.
-        let (open, broken) = (File::open(folder.path()).unwrap(), File::open(&path).unwrap());
-        let mut records = scan(folder.path(), &broken, &HashMap::new()).unwrap();
-        assert_eq!((records[0].holder, records[0].is_occupied()), (Holder::Unreadable, true));
-        // As if long ago.
-        records[0].ctime = ctime(&std::fs::metadata(&path).unwrap());
-        let known = HashMap::from([(records[0].address, records[0])]);
-        let again = scan(folder.path(), &open, &known).unwrap();
-        assert_eq!(again[0].holder, Holder::Content(hash(b"a")));
-        let known = HashMap::from([(again[0].address, Record { ctime: records[0].ctime, ..again[0] })]);
-        let kept = scan(folder.path(), &broken, &known).unwrap();
-        assert_eq!(kept[0].holder, again[0].holder, "what is known is not read");
-    }
-
-    #[test]
-    fn times_of_a_file_that_has_just_changed_prove_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("10.0.0.2"), "a").unwrap();
-        let open = File::open(folder.path()).unwrap();
-        let metadata = std::fs::metadata(folder.path().join("10.0.0.2")).unwrap();
-        let address = address_of_name(b"10.0.0.2").unwrap();
-        let at = |now: i64| new_record(address, &metadata, read(&open, address), now);
-        assert!(!is_same(&at(metadata.ctime()), &metadata));
-        assert!(!is_same(&at(metadata.ctime() - 100), &metadata), "a clock that was set back");
-        assert!(is_same(&at(metadata.ctime() + CLOCK_UNCERTAINTY), &metadata));
     }
 }
