@@ -41,7 +41,7 @@ use crate::content::{self, Content, address_of_name, hash, parse_hash};
 use crate::host::{Boot, Timestamp};
 
 /// The number of buckets. More would make a scan slower, fewer a look-up on a full node.
-const BUCKETS: u64 = 64;
+const BUCKETS: u64 = 256;
 /// How many seconds before the present a stamp is.
 const STAMP_AGE: i64 = 86_400;
 
