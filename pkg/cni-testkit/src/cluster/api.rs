@@ -229,6 +229,9 @@ type Stream = BufReader<StreamOwned<ServerConnection, TcpStream>>;
 /// Answers the requests of one connection.
 fn serve(stream: TcpStream, tls: Arc<ServerConfig>, state: &Mutex<State>) {
     let Ok(session) = ServerConnection::new(tls) else { return };
+    // As programs in Go, which the real API server is, do by default. Otherwise an answer waits 40
+    // ms for the acknowledgement of the handshake's last message.
+    let _ = stream.set_nodelay(true);
     let mut stream = BufReader::new(StreamOwned::new(session, stream));
     while let Ok((request, token)) = read_request(&mut stream) {
         let answered = answer(&request, &token, &mut stream, state);
