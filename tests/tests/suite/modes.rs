@@ -14,14 +14,15 @@ fn without_umask<'n>(node: &'n Node, program: &str) -> Invocation<'n> {
     Invocation::new(node, "/bin/sh").arg("-c").arg("umask 0; exec \"$0\" \"$@\"").arg(bin_dir().join(program))
 }
 
-/// Returns everything in the folder, including itself, with its mode.
+/// Returns everything in the folder, including itself, with its mode. Omits symbolic links: their
+/// mode is always 777 and means nothing.
 fn modes(folder: &Path) -> Vec<(PathBuf, u32)> {
     let mode = |path: &Path| fs::symlink_metadata(path).map(|metadata| metadata.permissions().mode() & 0o7777);
     let mut found = vec![(folder.to_owned(), mode(folder).unwrap_or_else(|_| panic!("{} is there", folder.display())))];
     for entry in fs::read_dir(folder).unwrap().flatten() {
         if entry.path().is_dir() {
             found.extend(modes(&entry.path()));
-        } else {
+        } else if !entry.path().is_symlink() {
             found.push((entry.path(), mode(&entry.path()).unwrap()));
         }
     }
