@@ -185,7 +185,7 @@ impl Links {
 
     /// Creates the link of an existing reservation. It is not an error if the reservation has been
     /// removed.
-    fn add(&self, folder: &File, link: &Link) -> io::Result<()> {
+    pub(crate) fn add(&self, folder: &File, link: &Link) -> io::Result<()> {
         let name = link.address.to_string();
         let make = |path: &Path| Ok(linkat(folder.as_fd(), name.as_str(), AT_FDCWD, path, AtFlags::empty())?);
         match self.place(link, make) {

@@ -24,6 +24,15 @@ use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 use crate::content::{self, Content};
 use crate::links::{Link, Links};
 
+/// A reservation that was created.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Created {
+    /// The file's inode.
+    pub(crate) inode: u64,
+    /// Whether the file has its link. Otherwise the folder must not be stamped.
+    pub(crate) is_linked: bool,
+}
+
 /// The open folder of reservations.
 #[derive(Debug)]
 pub(crate) struct Folder {
@@ -33,21 +42,22 @@ pub(crate) struct Folder {
 }
 
 impl Folder {
-    /// Creates a reservation and its link. Returns the file's inode, or `None` if a file with the
-    /// address as its name exists already.
+    /// Creates a reservation and, if possible, its link. Returns `None` if a file with the address
+    /// as its name exists already.
     ///
     /// # Errors
     /// The file cannot be written. No file with this name remains.
-    pub(crate) fn create(&self, link: &Link, content: &str) -> io::Result<Option<u64>> {
+    pub(crate) fn create(&self, link: &Link, content: &str) -> io::Result<Option<Created>> {
         let step = Step::begin();
         let created = match self.write_and_link(link, content) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                self.write_under_final_name(link.address, content)
+                let written = self.write_under_final_name(link.address, content);
+                written.map(|file| (file, self.links.add(&self.file, link).is_ok()))
             }
-            outcome => outcome,
+            outcome => outcome.map(|file| (file, true)),
         };
         let created = match created {
-            Ok(file) => file.metadata().map(|metadata| Some(metadata.ino())),
+            Ok((file, is_linked)) => file.metadata().map(|metadata| Some(Created { inode: metadata.ino(), is_linked })),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
             Err(error) => Err(error),
         };
@@ -70,7 +80,7 @@ impl Folder {
     /// the last resort if no file can be linked.
     ///
     /// If this process is killed in between, an empty file remains, which the Go plugin never
-    /// frees. The reservation is not reclaimed after a reboot.
+    /// frees.
     fn write_under_final_name(&self, address: IpAddr, content: &str) -> io::Result<File> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let name = address.to_string();

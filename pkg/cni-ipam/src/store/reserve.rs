@@ -11,6 +11,7 @@ use std::time::SystemTime;
 use cni::{Code, Error, Result};
 
 use super::cooldown::Cooling;
+use super::folder::Created;
 use super::{Locked, MAX_ATTEMPTS, MAX_LISTED, Owner};
 use crate::allocator::{self, Requested};
 use crate::content::Content;
@@ -324,11 +325,12 @@ impl Locked {
         if addresses.is_empty() {
             return Ok(Some(created));
         }
-        let (were_complete, boot) = (self.begin_change(), self.recorded_boot());
+        let (mut are_complete, boot) = (self.begin_change(), self.recorded_boot());
         for (position, address) in addresses {
             let link = Link::new(owner.content().trim().as_bytes(), *address, boot);
             let outcome = match self.create(owner, &link) {
-                Ok(Some(inode)) => {
+                Ok(Some(Created { inode, is_linked })) => {
+                    are_complete &= is_linked;
                     created.push(NewReservation { link, inode, content: owner.content() });
                     continue;
                 }
@@ -354,13 +356,13 @@ impl Locked {
                     .note(format_args!("failed to write {path}/last_reserved_ip.{position}: {error}"));
             }
         }
-        self.finish_change(were_complete);
+        self.finish_change(are_complete);
         Ok(Some(created))
     }
 
-    /// Creates one reservation and returns its inode. Replaces a blank file with the address as its
-    /// name. Returns `None` if another file has this name.
-    fn create(&self, owner: &Owner, link: &Link) -> std::io::Result<Option<u64>> {
+    /// Creates one reservation. Replaces a blank file with the address as its name. Returns `None`
+    /// if another file has this name.
+    fn create(&self, owner: &Owner, link: &Link) -> std::io::Result<Option<Created>> {
         let (address, content) = (link.address, owner.content());
         let created = self.folder.create(link, &content)?;
         if created.is_some() || crate::content::read(&self.folder.file, address)? != Content::Blank {

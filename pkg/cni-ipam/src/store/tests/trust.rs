@@ -62,3 +62,13 @@ fn only_files_without_a_link_are_read() {
     drop(locked);
     assert_eq!(net.lock().scan().unwrap().held.len(), 2, "what was unreadable is read again");
 }
+
+#[test]
+fn a_sidecar_on_another_file_system_hides_no_reservation() {
+    let (net, elsewhere) = (Net::new(), tempfile::tempdir_in("/dev/shm").unwrap());
+    fs::create_dir_all(net.data.path().join(".cni")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), net.data.path().join(".cni/net")).unwrap();
+    let pool = sets(&["10.0.0.0/24"]);
+    assert_eq!(net.add("a", &pool).unwrap(), ["10.0.0.2"], "it has no link then");
+    assert_eq!(net.del("a"), ["10.0.0.2"]);
+}
