@@ -249,7 +249,7 @@ get_dhcp_servers() {
 # fetched and unpacked, never installed. Only this place has the pin. To move it when the mirrors
 # have a newer one: its version, path and SHA256 are in unstable's index
 # (https://packages.debian.org/sid/containernetworking-plugins); then run scripts/test and change
-# the column of releases in tests/divergences.txt.
+# the releases of the groups in tests/divergences.txt.
 go_pinned=1.9.1
 go_package=containernetworking-plugins_$go_pinned+ds1-1_amd64.deb
 go_package_sha256=12857dd3136d61e00bffcc2c8823d14df586e94406098326e02846cfa46a058e

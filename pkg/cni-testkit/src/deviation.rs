@@ -1,9 +1,9 @@
 //! Reads in which ways the plugins under test are known to differ in all tests, as Go's plugins do.
 //!
-//! The file that `CNI_TEST_DIVERGENCES` names has a line `@<deviation>  <releases>  <reason>` for
-//! each. A deviation of one release is accepted in all. The other lines of the file name tests that
-//! are expected to fail; `scripts/test` reads those. Without the variable no difference is
-//! accepted.
+//! The file that `CNI_TEST_DIVERGENCES` names has a line `@<deviation>  <reason>` for each, in
+//! groups of releases. A deviation of one release is accepted in all. The other lines of the file
+//! name tests that are expected to fail; `scripts/test` reads those. Without the variable no
+//! difference is accepted.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -49,8 +49,17 @@ fn listed() -> &'static BTreeSet<String> {
 fn read() -> BTreeSet<String> {
     let Some(path) = std::env::var_os("CNI_TEST_DIVERGENCES") else { return BTreeSet::new() };
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("to read {}: {error}", path.display()));
-    let words = text.lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>());
-    let words = words.filter(|words| words.get(1) != Some(&"1.1.1") || words[0].starts_with('@'));
-    let words = words.filter_map(|words| words.first().copied());
-    words.map(str::to_owned).collect()
+    let mut releases = "";
+    let mut names = BTreeSet::new();
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        match words.next() {
+            Some("##") => releases = words.next().unwrap_or_default(),
+            Some(name) if releases != "1.1.1" || name.starts_with('@') => {
+                names.insert(name.to_owned());
+            }
+            _ => {}
+        }
+    }
+    names
 }
