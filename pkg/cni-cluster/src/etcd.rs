@@ -14,15 +14,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::http::{Client, decode};
-use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
-
-/// The outcome of a change of one record.
-enum Outcome {
-    Done(Version),
-    /// The record exists, with another revision.
-    Changed,
-    Absent,
-}
+use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
 
 /// A client of the members of one etcd.
 pub(crate) struct Etcd<'m> {
@@ -58,17 +50,16 @@ impl Etcd<'_> {
         let kvs = &answer["responses"][0]["response_range"]["kvs"];
         Ok(match answer["succeeded"] == true {
             true => Outcome::Done(Version(revision.to_owned())),
-            false if kvs.is_array() => Outcome::Changed,
+            false if kvs.is_array() => Outcome::Conflict,
             false => Outcome::Absent,
         })
     }
 
     /// Writes a record that must not exist.
-    fn put_new(&mut self, key: &str, value: &impl Serialize, condition: Option<Value>) -> Answer<Created> {
+    fn put_new(&mut self, key: &str, value: &impl Serialize, condition: Option<Value>) -> Answer<Outcome> {
         match self.change(key, revision(key, "CREATE", "EQUAL", "0"), condition, put(key, value))? {
-            Outcome::Done(version) => Ok(Created::Created(version)),
-            Outcome::Changed => Ok(Created::Exists),
             Outcome::Absent => Err(Failure::Unknown(format!("etcd did not create {key}: its pool has been deleted"))),
+            outcome => Ok(outcome),
         }
     }
 
@@ -112,11 +103,11 @@ impl Store for Etcd<'_> {
         self.range(&prefix, false)?.iter().map(named).collect()
     }
 
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
         self.put_new(&self.pool_key(name), pool, None)
     }
 
-    fn create(&mut self, claim: &Claim) -> Answer<Created> {
+    fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
         let has_pool = revision(&self.pool_key(&claim.pool), "CREATE", "GREATER", "0");
         self.put_new(&self.block_key(&claim.pool, claim.first), claim, Some(has_pool))
     }
@@ -126,22 +117,15 @@ impl Store for Etcd<'_> {
         found.first().map(versioned).transpose()
     }
 
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
+    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
         let key = self.block_key(&claim.pool, claim.first);
-        match self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim))? {
-            Outcome::Done(version) => Ok(Swapped::Swapped(version)),
-            Outcome::Changed | Outcome::Absent => Ok(Swapped::Changed),
-        }
+        self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim))
     }
 
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Deleted> {
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>> {
         let key = self.block_key(pool, first);
         let change = json!({"request_delete_range": {"key": STANDARD.encode(&key)}});
-        Ok(match self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, change)? {
-            Outcome::Done(_) => Deleted::Deleted,
-            Outcome::Changed => Deleted::Changed,
-            Outcome::Absent => Deleted::Absent,
-        })
+        self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, change)?.try_map(|_| Ok(()))
     }
 
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {

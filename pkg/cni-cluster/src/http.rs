@@ -121,6 +121,8 @@ pub(crate) struct Client<'m> {
     /// The first endpoint is used, or tried next.
     pub(crate) conf: Conf,
     pub(crate) patience: Patience<'m>,
+    /// The server's time in the last answer, in seconds since 1970.
+    pub(crate) date: Option<u64>,
     tls: Arc<ClientConfig>,
     connection: Option<Connection<'m>>,
 }
@@ -155,7 +157,7 @@ impl<'m> Client<'m> {
         let first = getrandom::u32().unwrap_or(0) as usize % conf.endpoints.len();
         conf.endpoints.rotate_left(first);
         let patience = Patience { machine, deadline: machine.now() + conf.timeout };
-        Ok(Client { conf, patience, tls: Arc::new(tls), connection: None })
+        Ok(Client { conf, patience, date: None, tls: Arc::new(tls), connection: None })
     }
 
     /// Sends a request with a path and query, and a body of JSON or none. Returns the answer,
@@ -170,7 +172,10 @@ impl<'m> Client<'m> {
         headers += &format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
         let url = format!("{method} https://{endpoint}{}", path.split('?').next().unwrap_or_default());
         match self.exchange(format!("{method} {path} HTTP/1.1\r\n{headers}\r\n{body}").as_bytes()) {
-            Ok(response) => Ok(Response { request: url, ..response }),
+            Ok(response) => {
+                self.date = response.date;
+                Ok(Response { request: url, ..response })
+            }
             Err(error) => {
                 self.conf.endpoints.rotate_left(1);
                 Err(failure(url, &self.conf.credentials, error))

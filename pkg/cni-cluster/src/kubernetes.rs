@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::http::{Client, Response, decode};
-use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
+use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
 
 /// The API group of the two kinds. It cannot change after a release without a migration.
 const GROUP: &str = "ipam.cni-plugins-rust.dev";
@@ -27,18 +27,9 @@ const TABLE: &str = "application/json;as=Table;g=meta.k8s.io;v=v1";
 /// A client of one API server.
 pub(crate) struct Kubernetes<'m>(pub(crate) Client<'m>);
 
-/// What the server answers to a well-formed request.
-enum Outcome {
-    Done(Response),
-    /// The object does not exist. With the server's time, in seconds since 1970.
-    Absent(Option<u64>),
-    /// The object exists already, or has another version.
-    Conflict,
-}
-
 impl Kubernetes<'_> {
     /// Sends one request to `path`, which is relative to the API group's unless it begins with `/`.
-    fn call(&mut self, method: &str, path: &str, body: Option<Value>) -> Answer<Outcome> {
+    fn call(&mut self, method: &str, path: &str, body: Option<Value>) -> Answer<Outcome<Response>> {
         let path = if path.starts_with('/') { path.to_owned() } else { format!("/apis/{GROUP}/v1/{path}") };
         let accept = if path.ends_with("includeObject=None") { TABLE } else { JSON };
         let body = body.map_or_else(String::new, |body| body.to_string());
@@ -47,9 +38,7 @@ impl Kubernetes<'_> {
             200 | 201 => Ok(Outcome::Done(response)),
             409 => Ok(Outcome::Conflict),
             // Without the kind, the server answers with a text.
-            404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => {
-                Ok(Outcome::Absent(response.date))
-            }
+            404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => Ok(Outcome::Absent),
             404 => {
                 let msg = format!("{}: HTTP 404: the API group {GROUP} is not installed", response.request);
                 Err(Failure::Refused(Error::new(Code::REFUSED, msg)))
@@ -62,7 +51,7 @@ impl Kubernetes<'_> {
     fn read(&mut self, path: &str) -> Answer<Option<Value>> {
         match self.call("GET", path, None)? {
             Outcome::Done(response) => response.json().map(Some),
-            Outcome::Absent(_) | Outcome::Conflict => Ok(None),
+            Outcome::Absent | Outcome::Conflict => Ok(None),
         }
     }
 
@@ -73,13 +62,9 @@ impl Kubernetes<'_> {
         serde_json::from_value(list["items"].take()).map_err(unlisted)
     }
 
-    /// Creates an object.
-    fn post(&mut self, resource: &str, object: Value) -> Answer<Created> {
-        match self.call("POST", &format!("{resource}?{WRITE}"), Some(object))? {
-            Outcome::Done(response) => Ok(Created::Created(version(&response.json()?)?)),
-            Outcome::Conflict => Ok(Created::Exists),
-            Outcome::Absent(_) => Err(Failure::Unknown(format!("failed to create {resource}: not found"))),
-        }
+    /// Creates or replaces an object.
+    fn write(&mut self, method: &str, path: &str, object: Value) -> Answer<Outcome> {
+        self.call(method, &format!("{path}?{WRITE}"), Some(object))?.try_map(|response| version(&response.json()?))
     }
 }
 
@@ -90,7 +75,7 @@ impl Store for Kubernetes<'_> {
             let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
             let review: Value = match self.call("POST", path, Some(body))? {
                 Outcome::Done(response) => response.json()?,
-                Outcome::Absent(_) | Outcome::Conflict => Value::Null,
+                Outcome::Absent | Outcome::Conflict => Value::Null,
             };
             let user = &review["status"]["userInfo"];
             let of_kubelet = user["username"].as_str().and_then(|name| name.strip_prefix("system:node:"));
@@ -112,36 +97,29 @@ impl Store for Kubernetes<'_> {
         self.list("ippools")?.iter().map(|object| Ok((name(object), decode(&object["spec"])?))).collect()
     }
 
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
-        self.post("ippools", object("IPPool", json!({"name": name}), pool))
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
+        self.write("POST", "ippools", object("IPPool", json!({"name": name}), pool))
     }
 
-    fn create(&mut self, claim: &Claim) -> Answer<Created> {
+    fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
         let name = name(&claim.pool, claim.first);
-        self.post("ipblocks", object("IPBlock", json!({"name": name}), claim))
+        self.write("POST", "ipblocks", object("IPBlock", json!({"name": name}), claim))
     }
 
     fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
         self.read(&format!("ipblocks/{}", name(pool, first)))?.as_ref().map(versioned).transpose()
     }
 
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
+    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
         let name = name(&claim.pool, claim.first);
         let object = object("IPBlock", json!({"name": name, "resourceVersion": version}), claim);
-        match self.call("PUT", &format!("ipblocks/{name}?{WRITE}"), Some(object))? {
-            Outcome::Done(response) => Ok(Swapped::Swapped(self::version(&response.json()?)?)),
-            Outcome::Conflict | Outcome::Absent(_) => Ok(Swapped::Changed),
-        }
+        self.write("PUT", &format!("ipblocks/{name}"), object)
     }
 
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Deleted> {
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>> {
         let preconditions = json!({"resourceVersion": version});
         let body = json!({"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions});
-        Ok(match self.call("DELETE", &format!("ipblocks/{}", name(pool, first)), Some(body))? {
-            Outcome::Done(_) => Deleted::Deleted,
-            Outcome::Conflict => Deleted::Changed,
-            Outcome::Absent(_) => Deleted::Absent,
-        })
+        self.call("DELETE", &format!("ipblocks/{}", name(pool, first)), Some(body))?.try_map(|_| Ok(()))
     }
 
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
@@ -163,8 +141,10 @@ impl Store for Kubernetes<'_> {
                 let machine = node["status"]["nodeInfo"]["machineID"].as_str().unwrap_or_default();
                 Ok(NodeState::Present(machine.to_owned()))
             }
-            Outcome::Absent(Some(now)) => Ok(NodeState::Absent(now)),
-            _ => Err(Failure::Unknown(format!("node {name}: the server's answer has no time"))),
+            Outcome::Absent | Outcome::Conflict => {
+                let no_time = || Failure::Unknown(format!("node {name}: the server's answer has no time"));
+                self.0.date.map(NodeState::Absent).ok_or_else(no_time)
+            }
         }
     }
 }

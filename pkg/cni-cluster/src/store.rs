@@ -96,33 +96,26 @@ impl From<Failure> for Error {
 /// What an operation answers.
 pub type Answer<T> = Result<T, Failure>;
 
-/// The outcome of [`Store::create`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Created {
-    /// Now there is a record with this version.
-    Created(Version),
-    /// There is a record of this name.
-    Exists,
-}
-
-/// The outcome of [`Store::swap`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Swapped {
-    /// The record has this version now.
-    Swapped(Version),
-    /// The record has another version, or is absent.
-    Changed,
-}
-
-/// The outcome of [`Store::delete`].
+/// The outcome of a conditional change of one record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Deleted {
-    /// The record is gone.
-    Deleted,
-    /// The record has another version.
-    Changed,
-    /// There was no record.
+pub enum Outcome<T = Version> {
+    /// The change is made. The record has this version now.
+    Done(T),
+    /// The record exists, but it was to be created, or has another version than expected.
+    Conflict,
+    /// The record does not exist.
     Absent,
+}
+
+impl<T> Outcome<T> {
+    /// Replaces the version of a change that is made.
+    pub(crate) fn try_map<U>(self, replace: impl FnOnce(T) -> Answer<U>) -> Answer<Outcome<U>> {
+        Ok(match self {
+            Outcome::Done(version) => Outcome::Done(replace(version)?),
+            Outcome::Conflict => Outcome::Conflict,
+            Outcome::Absent => Outcome::Absent,
+        })
+    }
 }
 
 /// What the cluster knows of a node.
@@ -153,22 +146,34 @@ pub fn repeat<T>(
     mut operation: impl FnMut(&mut dyn Store) -> Answer<T>,
 ) -> Answer<T> {
     loop {
-        let (last, pause) = match operation(store) {
-            Err(Failure::Unknown(last)) => (last, PAUSE),
-            Err(Failure::Busy(last, pause)) => (last, pause.max(PAUSE)),
+        match operation(store) {
+            Err(failure) => pause(failure, machine, limit)?,
             answer => return answer,
-        };
-        let end = machine.now() + pause;
-        if end >= limit.deadline {
-            return Err(Failure::Unknown(format!("{last}; gave up after {:.1} s", limit.length.as_secs_f32())));
-        }
-        while machine.now() < end {
-            if machine.terminated() {
-                return Err(Failure::Unknown(format!("{last}; interrupted by a signal")));
-            }
-            std::thread::sleep(PAUSE);
         }
     }
+}
+
+/// Waits after a failure until the operation may be repeated.
+///
+/// # Errors
+/// The failure, if the operation must not be repeated.
+fn pause(failure: Failure, machine: &dyn Machine, limit: Limit) -> Answer<()> {
+    let (last, pause) = match failure {
+        Failure::Unknown(last) => (last, PAUSE),
+        Failure::Busy(last, pause) => (last, pause.max(PAUSE)),
+        Failure::Refused(_) => return Err(failure),
+    };
+    let end = machine.now() + pause;
+    if end >= limit.deadline {
+        return Err(Failure::Unknown(format!("{last}; gave up after {:.1} s", limit.length.as_secs_f32())));
+    }
+    while machine.now() < end {
+        if machine.terminated() {
+            return Err(Failure::Unknown(format!("{last}; interrupted by a signal")));
+        }
+        std::thread::sleep(PAUSE);
+    }
+    Ok(())
 }
 
 /// A store of claims. Reads are linearizable except [`Store::taken`]. An operation ends at the
@@ -184,19 +189,19 @@ pub trait Store {
     fn pools(&mut self) -> Answer<Vec<(String, Pool)>>;
 
     /// Creates a pool.
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created>;
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome>;
 
     /// Creates the claim of a block that has none.
-    fn create(&mut self, claim: &Claim) -> Answer<Created>;
+    fn create(&mut self, claim: &Claim) -> Answer<Outcome>;
 
     /// Returns the claim of the block of `pool` that begins at `first`.
     fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>>;
 
     /// Replaces a claim that still has this version.
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped>;
+    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome>;
 
     /// Deletes the claim of a block that still has this version.
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Deleted>;
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>>;
 
     /// Returns the claims of a node.
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>>;

@@ -16,7 +16,7 @@ use cni_ipam::{RangeConf, RangeSet};
 
 use crate::cluster::{Cluster, InUse, Need, Network, Obtained, Opened};
 use crate::ledger::{Host, Ledger};
-use crate::store::{Answer, Claim, Created, Deleted, Failure, NodeState, Pool, Store, Swapped, Version};
+use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
 
 /// What happens to one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,36 +64,37 @@ impl Memory {
         Version(self.versions.to_string())
     }
 
-    fn create(&mut self, claim: Claim) -> Created {
+    fn create(&mut self, claim: Claim) -> Outcome {
         let version = self.next_version();
         match self.claims.entry((claim.pool.clone(), claim.first)) {
-            std::collections::btree_map::Entry::Occupied(_) => Created::Exists,
+            std::collections::btree_map::Entry::Occupied(_) => Outcome::Conflict,
             std::collections::btree_map::Entry::Vacant(free) => {
                 free.insert((claim, version.clone()));
-                Created::Created(version)
+                Outcome::Done(version)
             }
         }
     }
 
-    fn swap(&mut self, claim: Claim, version: &Version) -> Swapped {
+    fn swap(&mut self, claim: Claim, version: &Version) -> Outcome {
         let next = self.next_version();
         match self.claims.get_mut(&(claim.pool.clone(), claim.first)) {
             Some(record) if record.1 == *version => {
                 assert_ne!(record.0, claim, "a swap without a change keeps the version in Kubernetes");
                 *record = (claim, next.clone());
-                Swapped::Swapped(next)
+                Outcome::Done(next)
             }
-            _ => Swapped::Changed,
+            Some(_) => Outcome::Conflict,
+            None => Outcome::Absent,
         }
     }
 
-    fn delete(&mut self, key: &(String, IpAddr), version: &Version) -> Deleted {
+    fn delete(&mut self, key: &(String, IpAddr), version: &Version) -> Outcome<()> {
         match self.claims.get(key) {
-            None => Deleted::Absent,
-            Some((_, found)) if found != version => Deleted::Changed,
+            None => Outcome::Absent,
+            Some((_, found)) if found != version => Outcome::Conflict,
             Some(_) => {
                 self.claims.remove(key);
-                Deleted::Deleted
+                Outcome::Done(())
             }
         }
     }
@@ -153,17 +154,17 @@ impl Store for MemoryStore {
             listed
         })
     }
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Created> {
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
         let (name, pool) = (name.to_owned(), pool.clone());
         self.request("create pool", move |memory| {
             if memory.pools.contains_key(&name) {
-                return Created::Exists;
+                return Outcome::Conflict;
             }
             memory.pools.insert(name.clone(), pool.clone());
-            Created::Created(memory.next_version())
+            Outcome::Done(memory.next_version())
         })
     }
-    fn create(&mut self, claim: &Claim) -> Answer<Created> {
+    fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
         let claim = claim.clone();
         self.request("create", move |memory| memory.create(claim.clone()))
     }
@@ -171,11 +172,11 @@ impl Store for MemoryStore {
         let key = (pool.to_owned(), first);
         self.request("get", move |memory| memory.claims.get(&key).cloned())
     }
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Swapped> {
+    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
         let (claim, version) = (claim.clone(), version.clone());
         self.request("swap", move |memory| memory.swap(claim.clone(), &version))
     }
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Deleted> {
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>> {
         let (key, version) = ((pool.to_owned(), first), version.clone());
         self.request("delete", move |memory| memory.delete(&key, &version))
     }

@@ -6,7 +6,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use cni_cluster::store::{Created, NodeState};
+use cni_cluster::store::{NodeState, Outcome};
 use cni_testkit::cluster::{Authority, Etcd};
 use cni_testkit::{Node, patience, probe, require};
 use common::{address, claim, create, create_pool, keeps_the_contract, open, open_for, refused, unknown};
@@ -63,7 +63,7 @@ fn damaged_records_do_not_count_as_claims() {
         assert!(unknown(store.get(POOL, address("10.61.0.65"))).contains("/cni/blocks/10.61.0.0-16/10.61.0.65"));
         assert_eq!(store.claims_of("node1").unwrap().len(), 1);
         assert_eq!(store.taken(POOL).unwrap().len(), 1);
-        assert_eq!(store.create(&claim(POOL, "10.61.0.65", "node1")).unwrap(), Created::Exists);
+        assert_eq!(store.create(&claim(POOL, "10.61.0.65", "node1")).unwrap(), Outcome::Conflict);
     });
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cni_cluster::conf::Conf;
-use cni_cluster::store::{Claim, Created, Deleted, NodeState, Store, Swapped, Version, repeat};
+use cni_cluster::store::{Claim, NodeState, Outcome, Store, Version, repeat};
 use cni_linux::flock::Limit;
 use cni_testkit::cluster::{ApiServer, Authority, Fault};
 use cni_testkit::{patience, unprovoked};
@@ -246,15 +246,15 @@ fn the_outcome_of_a_lost_answer_is_found_by_the_next_request() {
     for fault in [Fault::LoseAnswer, Fault::Truncate] {
         once(&server, "POST", fault.clone());
         unknown(store.create(&own));
-        assert_eq!(store.create(&own).unwrap(), Created::Exists);
+        assert_eq!(store.create(&own).unwrap(), Outcome::Conflict);
         let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
         once(&server, "PUT", fault.clone());
         unknown(store.swap(&own, &version));
-        assert_eq!(store.swap(&own, &version).unwrap(), Swapped::Changed);
+        assert_eq!(store.swap(&own, &version).unwrap(), Outcome::Conflict);
         let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
         once(&server, "DELETE", fault);
         unknown(store.delete(POOL, own.first, &version));
-        assert_eq!(store.delete(POOL, own.first, &version).unwrap(), Deleted::Absent);
+        assert_eq!(store.delete(POOL, own.first, &version).unwrap(), Outcome::Absent);
     }
 }
 
@@ -275,7 +275,7 @@ fn a_late_delete_does_not_remove_a_newer_version() {
     once(&server, "DELETE", Fault::Late(Duration::from_millis(300)));
     unknown(store.delete(POOL, own.first, &version));
     let mut other = open(&file);
-    assert!(matches!(other.swap(&own, &version).unwrap(), Swapped::Swapped(_)));
+    assert!(matches!(other.swap(&own, &version).unwrap(), Outcome::Done(_)));
     std::thread::sleep(patience(Duration::from_millis(600)));
     assert!(other.get(POOL, own.first).unwrap().is_some());
 }

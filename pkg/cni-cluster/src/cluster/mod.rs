@@ -12,7 +12,6 @@
 mod choose;
 
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
@@ -27,7 +26,7 @@ use cni_linux::flock::{self, Limit};
 
 use crate::ledger::{Action, Entry, Holder, Host, Ledger, Seen, State};
 use crate::pool::{self, Block};
-use crate::store::{Answer, Claim, Created, Deleted, NodeState, Pool, Reclaim, Store, Swapped, Version, repeat};
+use crate::store::{Answer, Claim, NodeState, Outcome, Pool, Reclaim, Store, Version, repeat};
 
 /// How long a call that can do without the store waits for it.
 const SHORT_WAIT: Duration = Duration::from_secs(1);
@@ -53,9 +52,16 @@ impl Network<'_> {
         pool::name(self.layer2, range.subnet())
     }
 
-    /// Returns the names of the pools of all ranges, with their subnets.
-    fn pools(&self) -> BTreeMap<String, Cidr> {
-        self.sets.iter().flat_map(RangeSet::ranges).map(|range| (self.pool(range), range.subnet())).collect()
+    /// Returns the names of the pools of all ranges, each once, with their subnets.
+    fn pools(&self) -> Vec<(String, Cidr)> {
+        let mut pools = Vec::new();
+        for range in self.sets.iter().flat_map(RangeSet::ranges) {
+            let pool = (self.pool(range), range.subnet());
+            if !pools.contains(&pool) {
+                pools.push(pool);
+            }
+        }
+        pools
     }
 
     /// Returns the number of addresses of the ranges in a subnet.
@@ -168,11 +174,12 @@ impl<'a> Cluster<'a> {
     pub fn held(&mut self) -> Result<Option<Vec<(IpAddr, IpAddr)>>> {
         self.ledger = Ledger::read(&self.network.sidecar);
         let pools = self.network.pools();
-        for (name, size) in &self.ledger.pools {
-            pools.get(name).map_or(Ok(()), |subnet| self.network.check_block_size(name, *subnet, *size))?;
+        for (name, subnet) in &pools {
+            let size = self.ledger.pools.get(name);
+            size.map_or(Ok(()), |size| self.network.check_block_size(name, *subnet, *size))?;
         }
         // The ledger may have blocks of pools that an earlier configuration used.
-        let spans = || self.ledger.spans_in(|pool| pools.contains_key(pool));
+        let spans = || self.ledger.spans_in(|pool| pools.iter().any(|(name, _)| name == pool));
         Ok(self.ledger.is_usable(&self.host).then(spans))
     }
 
@@ -217,7 +224,7 @@ impl<'a> Cluster<'a> {
         // Usually nothing is given back. Then the store is not opened, and no claim lock is taken.
         let ledger = Ledger::read(&self.network.sidecar);
         let pools = self.network.pools();
-        let is_in_use = |pool: &str| pools.is_empty() || pools.contains_key(pool);
+        let is_in_use = |pool: &str| pools.is_empty() || pools.iter().any(|(name, _)| name == pool);
         let is_done = |reserved: &[IpAddr]| ledger.surplus(reserved, released, &is_in_use).is_empty();
         if is_done(&[]) || in_use().is_ok_and(|in_use| is_done(&in_use.addresses)) {
             return;
@@ -335,12 +342,12 @@ impl<'a> Cluster<'a> {
         for (name, subnet) in self.network.pools() {
             self.ensure_pool(name, subnet)?;
         }
-        let mut own = HashMap::new();
+        let mut own = Vec::new();
         for (claim, version) in self.ask(|store| store.claims_of(&node))? {
             if claim.network == self.network.name {
                 let block = Block { pool: claim.pool.clone(), first: claim.first, last: claim.last };
                 self.ledger.begin_claim(&block);
-                own.insert(block, self.recognise(claim, version)?);
+                own.push((block, self.recognise(claim, version)?));
             }
         }
         let reserved = in_use()?.addresses;
@@ -351,7 +358,8 @@ impl<'a> Cluster<'a> {
             }
         }
         for Entry { block, .. } in self.ledger.entries().to_vec() {
-            self.settle(&block, own.remove(&block).unwrap_or(Seen::Unread), &reserved)?;
+            let seen = own.iter().find(|(other, _)| *other == block).map_or(Seen::Unread, |(_, seen)| seen.clone());
+            self.settle(&block, seen, &reserved)?;
         }
         self.ledger.set_verified(&self.host);
         Ok(self.save()?)
@@ -366,7 +374,7 @@ impl<'a> Cluster<'a> {
             }
             let pool = self.new_pool(&name, subnet, &pools)?;
             // If another node creates it at the same moment, that one may have another block size.
-            if let Created::Created(_) = self.ask(|store| store.create_pool(&name, &pool))? {
+            if let Outcome::Done(_) = self.ask(|store| store.create_pool(&name, &pool))? {
                 break pool.block_size;
             }
         };
@@ -445,17 +453,11 @@ impl<'a> Cluster<'a> {
                     Some((claim, version)) => self.recognise(claim, version)?,
                     None => Seen::Absent,
                 },
-                Action::Create => match self.ask(|store| store.create(&claim))? {
-                    Created::Created(version) => Seen::Written(version),
-                    Created::Exists => Seen::Changed,
-                },
-                Action::Swap(version) => match self.ask(|store| store.swap(&claim, &version))? {
-                    Swapped::Swapped(version) => Seen::Written(version),
-                    Swapped::Changed => Seen::Changed,
-                },
+                Action::Create => written(self.ask(|store| store.create(&claim))?),
+                Action::Swap(version) => written(self.ask(|store| store.swap(&claim, &version))?),
                 Action::Delete(version) => match self.ask(|store| store.delete(&block.pool, block.first, &version))? {
-                    Deleted::Deleted | Deleted::Absent => Seen::Absent,
-                    Deleted::Changed => Seen::Changed,
+                    Outcome::Done(()) | Outcome::Absent => Seen::Absent,
+                    Outcome::Conflict => Seen::Changed,
                 },
             };
         }
@@ -480,11 +482,10 @@ impl<'a> Cluster<'a> {
             sent += 1;
             store.create(&claim)
         })?;
-        let seen = match created {
-            Created::Created(version) => Seen::Written(version),
-            Created::Exists if sent == 1 => Seen::Taken,
-            // The answer to an earlier request may have been lost.
-            Created::Exists => Seen::Changed,
+        let seen = match written(created) {
+            Seen::Changed if sent == 1 => Seen::Taken,
+            // After several requests, the answer to an earlier one may have been lost.
+            seen => seen,
         };
         self.settle(block, seen, &[])?;
         Ok(matches!(self.ledger.state(block), Some(State::Held(_))))
@@ -497,5 +498,13 @@ impl<'a> Cluster<'a> {
         }
         self.ledger.begin_claim(block);
         self.settle(block, Seen::Unread, &[])
+    }
+}
+
+/// Returns what the outcome of a creation or a swap shows of the claim.
+fn written(outcome: Outcome) -> Seen {
+    match outcome {
+        Outcome::Done(version) => Seen::Written(version),
+        Outcome::Conflict | Outcome::Absent => Seen::Changed,
     }
 }

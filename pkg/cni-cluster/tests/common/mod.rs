@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use cni::machine::{Child, Machine, Output, RunError};
 use cni_cluster::conf::Conf;
-use cni_cluster::store::{Answer, Claim, Created, Deleted, Failure, Pool, Reclaim, Store, Swapped, Version};
+use cni_cluster::store::{Answer, Claim, Failure, Outcome, Pool, Reclaim, Store, Version};
 use serde_json::Value;
 
 /// A machine with the real clock, that receives a signal when a test says so.
@@ -90,7 +90,7 @@ pub(crate) fn refused<T: std::fmt::Debug>(answer: Answer<T>) -> (u32, String) {
 /// Creates the pool `name` of `subnet`.
 pub(crate) fn create_pool(store: &mut dyn Store, name: &str, subnet: &str) {
     let pool = Pool { subnet: subnet.parse().unwrap(), block_size: 1, reclaim: Reclaim::AfterOneHour };
-    assert!(matches!(store.create_pool(name, &pool).unwrap(), Created::Created(_)));
+    assert!(matches!(store.create_pool(name, &pool).unwrap(), Outcome::Done(_)));
     assert_eq!(find_pool(store, name).unwrap(), Some(pool));
 }
 
@@ -104,8 +104,8 @@ pub(crate) fn find_pool(store: &mut dyn Store, name: &str) -> Answer<Option<Pool
 #[track_caller]
 pub(crate) fn create(store: &mut dyn Store, claim: &Claim) -> Version {
     match store.create(claim).unwrap() {
-        Created::Created(version) => version,
-        Created::Exists => panic!("{claim:?} exists"),
+        Outcome::Done(version) => version,
+        refusal => panic!("{claim:?}: {refusal:?}"),
     }
 }
 
@@ -128,29 +128,29 @@ pub(crate) fn keeps_the_contract(store: &mut dyn Store, node: &str, layer2: &str
     create_pool(store, &v4, "10.61.0.0/24");
     create_pool(store, &v6, "fd00:61::/64");
     let pool = find_pool(store, &v4).unwrap().unwrap();
-    assert_eq!(store.create_pool(&v4, &pool).unwrap(), Created::Exists);
+    assert_eq!(store.create_pool(&v4, &pool).unwrap(), Outcome::Conflict);
     let pools = store.pools().unwrap();
     assert!(pools.contains(&(v4.clone(), pool)) && pools.iter().any(|(name, _)| *name == v6), "{pools:?}");
     for (pool, first, other) in [(&v4, "10.61.0.64", "10.61.0.65"), (&v6, "fd00:61::40", "fd00:61::41")] {
         let mut own = claim(pool, first, node);
         assert_eq!(store.get(pool, own.first).unwrap(), None);
         let version = create(store, &own);
-        assert_eq!(store.create(&own).unwrap(), Created::Exists);
+        assert_eq!(store.create(&own).unwrap(), Outcome::Conflict);
         assert_eq!(store.get(pool, own.first).unwrap(), Some((own.clone(), version.clone())));
         assert!(store.claims_of(node).unwrap().contains(&(own.clone(), version.clone())));
         assert!(store.claims_of("no-such-node").unwrap().is_empty());
         wait_until_taken(store, pool, &[(own.first, node.to_owned())]);
         // A new version fences the old one.
         own.nonce = "fedcba9876543210".to_owned();
-        let Swapped::Swapped(newer) = store.swap(&own, &version).unwrap() else { panic!("changed") };
+        let Outcome::Done(newer) = store.swap(&own, &version).unwrap() else { panic!("changed") };
         assert_eq!(store.get(pool, own.first).unwrap(), Some((own.clone(), newer.clone())));
-        assert_eq!(store.swap(&own, &version).unwrap(), Swapped::Changed);
-        assert_eq!(store.delete(pool, own.first, &version).unwrap(), Deleted::Changed);
-        assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Deleted::Deleted);
-        assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Deleted::Absent);
-        assert_eq!(store.swap(&own, &newer).unwrap(), Swapped::Changed);
+        assert_eq!(store.swap(&own, &version).unwrap(), Outcome::Conflict);
+        assert_eq!(store.delete(pool, own.first, &version).unwrap(), Outcome::Conflict);
+        assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Outcome::Done(()));
+        assert_eq!(store.delete(pool, own.first, &newer).unwrap(), Outcome::Absent);
+        assert_eq!(store.swap(&own, &newer).unwrap(), Outcome::Absent);
         wait_until_taken(store, pool, &[]);
         let second = create(store, &claim(pool, other, node));
-        assert_eq!(store.delete(pool, address(other), &second).unwrap(), Deleted::Deleted);
+        assert_eq!(store.delete(pool, address(other), &second).unwrap(), Outcome::Done(()));
     }
 }
