@@ -1,7 +1,5 @@
 //! The client of the Kubernetes API, against a server of the test kit, which can fail in every way,
-//! and against a real one: `CNI_TEST_KUBE_APISERVER` names a folder with the files `address`
-//! (`HOST:PORT`), `ca.crt`, `client.pem` (certificate and key) and `token`, both of users who may
-//! do what docs/kubernetes/cluster-local.yaml allows, which has been applied.
+//! and against a real one, which `CNI_TEST_KUBE_APISERVER` names: see CONTRIBUTING.md.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -98,13 +96,18 @@ fn a_real_server_keeps_the_contract() {
     for (number, keys) in
         [json!({"certFile": pem, "keyFile": pem}), json!({"tokenFile": folder.join("token")})].iter().enumerate()
     {
-        let mut file = json!({"node": "node1", "kubernetes": server});
+        let mut file = json!({"kubernetes": server});
         file["kubernetes"].as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+        let mut store = open(&file);
+        if let Err(failure) = store.pools() {
+            panic!("has docs/kubernetes/cluster-local.yaml been applied? {failure:?}");
+        }
         let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
-        keeps_the_contract(&mut *open(&file), "node1", &format!("t{number}-{time}"));
-        assert!(
-            matches!(open(&file).node_state("no-such-node").unwrap(), NodeState::Absent(now) if now > 1_795_000_000)
-        );
+        let layer2 = format!("t{number}-{time}");
+        keeps_the_contract(&mut *store, "node1", &layer2);
+        let (code, text) = refused(store.create(&claim(&format!("{layer2}.10.61.0.0-24"), "10.61.0.64", "node2")));
+        assert!(code == 103 && text.contains("HTTP 422") && text.contains("node node1 may only claim"), "{text}");
+        assert!(matches!(store.node_state("no-such-node").unwrap(), NodeState::Absent(now) if now > 1_795_000_000));
     }
 }
 
@@ -126,6 +129,20 @@ fn a_claim_of_another_node_is_refused_with_its_text() {
     let (code, text) = refused(store.create(&claim(POOL, "10.61.0.64", "node2")));
     assert!(code == 103 && text.contains("HTTP 422") && text.contains("node node1 may only claim"), "{text}");
     assert!(server.specs("ipblocks").is_empty());
+}
+
+#[test]
+fn a_claim_that_another_node_has_now_counts_as_changed() {
+    let (server, _, mut store) = node1();
+    let own = claim(POOL, "10.61.0.64", "node1");
+    let version = create(&mut *store, &own);
+    server.delete("ipblocks", "10.61.0.0-24.10.61.0.64");
+    create(&mut *open(&server.node_file("node2", server.listen())), &claim(POOL, "10.61.0.64", "node2"));
+    // The server compares the version before the policy refuses.
+    assert_eq!(store.swap(&own, &version).unwrap(), Outcome::Conflict);
+    assert_eq!(store.delete(POOL, own.first, &version).unwrap(), Outcome::Conflict);
+    let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
+    assert_eq!(refused(store.delete(POOL, own.first, &version)).0, 103);
 }
 
 #[test]
@@ -249,8 +266,9 @@ fn the_outcome_of_a_lost_answer_is_found_by_the_next_request() {
         assert_eq!(store.create(&own).unwrap(), Outcome::Conflict);
         let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
         once(&server, "PUT", fault.clone());
-        unknown(store.swap(&own, &version));
-        assert_eq!(store.swap(&own, &version).unwrap(), Outcome::Conflict);
+        let newer = Claim { nonce: "fedcba9876543210".to_owned(), ..own.clone() };
+        unknown(store.swap(&newer, &version));
+        assert_eq!(store.swap(&newer, &version).unwrap(), Outcome::Conflict);
         let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
         once(&server, "DELETE", fault);
         unknown(store.delete(POOL, own.first, &version));
@@ -275,7 +293,8 @@ fn a_late_delete_does_not_remove_a_newer_version() {
     once(&server, "DELETE", Fault::Late(Duration::from_millis(300)));
     unknown(store.delete(POOL, own.first, &version));
     let mut other = open(&file);
-    assert!(matches!(other.swap(&own, &version).unwrap(), Outcome::Done(_)));
+    let newer = Claim { nonce: "fedcba9876543210".to_owned(), ..own.clone() };
+    assert!(matches!(other.swap(&newer, &version).unwrap(), Outcome::Done(_)));
     std::thread::sleep(patience(Duration::from_millis(600)));
     assert!(other.get(POOL, own.first).unwrap().is_some());
 }

@@ -11,6 +11,10 @@ const GROUP: &str = "ipam.cni-plugins-rust.dev";
 /// The fields of an IPBlock that no request can change.
 const IMMUTABLE: [&str; 5] = ["pool", "first", "last", "node", "network"];
 
+/// The fields that the server adds to a spec without them.
+const POOL_DEFAULTS: &[(&str, &str)] = &[("reclaim", "AfterOneHour")];
+const BLOCK_DEFAULTS: &[(&str, &str)] = &[("node", ""), ("network", ""), ("machine", ""), ("nonce", "")];
+
 /// The authenticated sender of a request.
 #[derive(Debug, Clone)]
 pub(super) struct User {
@@ -46,10 +50,21 @@ impl Reply {
 
     /// An error, as an object of the kind Status.
     pub(super) fn error(status: u16, reason: &str, message: &str) -> Reply {
-        let body = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-            "message": message, "reason": reason, "code": status});
+        Reply::json(status, &failure(status, reason, message))
+    }
+
+    /// An error about one object. `kind` is the resource, or the kind if the object is invalid.
+    fn about(status: u16, reason: &str, (kind, name): (&str, &str), message: &str) -> Reply {
+        let mut body = failure(status, reason, message);
+        body["details"] = json!({"name": name, "group": GROUP, "kind": kind});
         Reply::json(status, &body)
     }
+}
+
+/// Returns the object of the kind Status that an error is.
+fn failure(status: u16, reason: &str, message: &str) -> Value {
+    json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": message, "reason": reason, "code": status})
 }
 
 /// All objects.
@@ -68,14 +83,25 @@ pub(super) struct Objects {
 impl Objects {
     /// Stores an object as a new version, without any check.
     pub(super) fn store(&mut self, resource: &str, name: &str, spec: &Value) -> Value {
+        let mut spec = spec.clone();
+        let defaults = if resource == "ippools" { POOL_DEFAULTS } else { BLOCK_DEFAULTS };
+        for (field, default) in defaults {
+            if spec[field].is_null() {
+                spec[*field] = json!(default);
+            }
+        }
+        let key = format!("{resource}/{name}");
+        // A write that changes nothing keeps the version.
+        if let Some(existing) = self.all.get(&key).filter(|existing| existing["spec"] == spec) {
+            return existing.clone();
+        }
         self.revision += 1;
-        let kind = if resource == "ippools" { "IPPool" } else { "IPBlock" };
-        let object = json!({"apiVersion": format!("{GROUP}/v1"), "kind": kind,
+        let object = json!({"apiVersion": format!("{GROUP}/v1"), "kind": kind(resource),
             "metadata": {"name": name, "resourceVersion": self.revision.to_string(), "generation": 1,
                 "creationTimestamp": "2026-11-27T17:26:27Z", "uid": format!("uid-{}", self.revision),
                 "managedFields": [{"manager": "cluster-local", "operation": "Update", "fieldsType": "FieldsV1"}]},
             "spec": spec});
-        self.all.insert(format!("{resource}/{name}"), object.clone());
+        self.all.insert(key, object.clone());
         object
     }
 
@@ -120,7 +146,7 @@ impl Objects {
         };
         let of_resource = self.all.iter().filter(|(key, _)| key.split('/').next() == Some(resource));
         let items: Vec<&Value> = of_resource.map(|(_, object)| object).filter(|object| is_selected(object)).collect();
-        let metadata = json!({"resourceVersion": self.revision.to_string()});
+        let metadata = json!({"continue": "", "resourceVersion": self.revision.to_string()});
         let body = if request.accept.contains("as=Table") {
             let columns = ["Name", "Pool", "First", "Last", "Node", "Network", "Absent-Since", "Age"];
             let cells = |object: &Value| {
@@ -137,11 +163,14 @@ impl Objects {
                 ])
             };
             let rows: Vec<Value> = items.iter().map(|object| json!({"cells": cells(object), "object": null})).collect();
-            let columns: Vec<Value> = columns.iter().map(|name| json!({"name": name, "type": "string"})).collect();
+            let column =
+                |name: &&str| json!({"name": name, "type": "string", "format": "", "description": "", "priority": 0});
+            let columns: Vec<Value> = columns.iter().map(column).collect();
             json!({"kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": metadata,
                 "columnDefinitions": columns, "rows": rows})
         } else {
-            json!({"kind": "List", "apiVersion": format!("{GROUP}/v1"), "metadata": metadata, "items": items})
+            let kind = format!("{}List", kind(resource));
+            json!({"kind": kind, "apiVersion": format!("{GROUP}/v1"), "metadata": metadata, "items": items})
         };
         Reply { status: 200, body: body.to_string(), is_chunked: true }
     }
@@ -152,11 +181,12 @@ impl Objects {
         if let Some(reply) = invalid(resource, &object) {
             return reply;
         }
-        if let Some(reply) = self.forbidden(user, resource, None, Some(&object)) {
+        if let Some(reply) = self.forbidden(user, (resource, name), None, Some(&object)) {
             return reply;
         }
         if self.all.contains_key(&format!("{resource}/{name}")) {
-            return Reply::error(409, "AlreadyExists", &format!("{resource}.{GROUP} \"{name}\" already exists"));
+            let message = format!("{resource}.{GROUP} \"{name}\" already exists");
+            return Reply::about(409, "AlreadyExists", (resource, name), &message);
         }
         Reply::json(201, &self.store(resource, name, &object["spec"]))
     }
@@ -171,37 +201,43 @@ impl Objects {
     ) -> Reply {
         let sent: Value = serde_json::from_str(&request.body).unwrap_or_default();
         let version = &existing["metadata"]["resourceVersion"];
-        let conflict = |expected: &Value, text: &str| {
+        let conflict = |kind: &str, expected: &Value, text: &str| {
             let is_other = !expected.is_null() && expected != version;
-            let message = format!("Operation cannot be fulfilled on {resource}.{GROUP} \"{name}\": {text}");
-            is_other.then(|| Reply::error(409, "Conflict", &message))
+            let message = format!("Operation cannot be fulfilled on {kind}.{GROUP} \"{name}\": {text}");
+            is_other.then(|| Reply::about(409, "Conflict", (kind, name), &message))
         };
+        // The version is compared before the policy decides.
         match request.method.as_str() {
             "GET" => Reply::json(200, existing),
             "PUT" => {
+                let text =
+                    "the object has been modified; please apply your changes to the latest version and try again";
                 let refused = invalid(resource, &sent)
-                    .or_else(|| self.forbidden(user, resource, Some(existing), Some(&sent)))
-                    .or_else(|| {
-                        conflict(
-                            &sent["metadata"]["resourceVersion"],
-                            "the object has been modified; \
-                        please apply your changes to the latest version and try again",
-                        )
-                    })
+                    .or_else(|| conflict(resource, &sent["metadata"]["resourceVersion"], text))
                     .or_else(|| {
                         let change = IMMUTABLE.iter().any(|field| sent["spec"][field] != existing["spec"][field]);
-                        change.then(|| invalid_spec(name, "a claim is immutable: delete it instead"))
-                    });
+                        let rule = "a claim belongs to one block, node and network: delete it instead";
+                        let message = format!("spec: Invalid value: \"object\": {rule}");
+                        change.then(|| invalid_spec(resource, name, &message))
+                    })
+                    .or_else(|| self.forbidden(user, (resource, name), Some(existing), Some(&sent)));
                 refused.unwrap_or_else(|| Reply::json(200, &self.store(resource, name, &sent["spec"])))
             }
             "DELETE" => {
                 let expected = &sent["preconditions"]["resourceVersion"];
-                let refused = self.forbidden(user, resource, Some(existing), None).or_else(|| {
-                    conflict(expected, "the ResourceVersion in the precondition does not match the record")
-                });
+                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                let message = format!(
+                    "the ResourceVersion in the precondition ({}) does not match the ResourceVersion in record ({}). \
+                     The object might have been modified",
+                    text(expected),
+                    text(version)
+                );
+                let refused = conflict(kind(resource), expected, &message)
+                    .or_else(|| self.forbidden(user, (resource, name), Some(existing), None));
                 refused.unwrap_or_else(|| {
                     self.all.remove(&format!("{resource}/{name}"));
-                    let details = json!({"name": name, "group": GROUP, "kind": resource});
+                    let uid = &existing["metadata"]["uid"];
+                    let details = json!({"name": name, "group": GROUP, "kind": resource, "uid": uid});
                     let body = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
                         "details": details});
                     Reply::json(200, &body)
@@ -213,29 +249,38 @@ impl Objects {
 
     /// Returns what the admission policy answers to a node: a node changes only its own claims, but
     /// marks and, after an hour, deletes those of absent nodes.
-    fn forbidden(&self, user: &User, resource: &str, old: Option<&Value>, new: Option<&Value>) -> Option<Reply> {
+    fn forbidden(
+        &self,
+        user: &User,
+        (resource, name): (&str, &str),
+        old: Option<&Value>,
+        new: Option<&Value>,
+    ) -> Option<Reply> {
         let who = user.node.as_ref().filter(|_| resource == "ipblocks")?;
-        let owner = |object: &Value| object["spec"]["node"].clone();
-        if [old, new].into_iter().flatten().all(|object| owner(object) == **who) {
-            return None;
-        }
-        let unmarked = |object: &Value| {
-            let mut spec = object["spec"].clone();
-            spec.as_object_mut()?.retain(|field, _| field != "absentSince" && field != "nonce");
-            Some(spec)
+        let owner = &old.or(new)?["spec"]["node"];
+        let is_marked = |object: &Value| object["spec"]["absentSince"].is_string();
+        let is_reserved = owner.as_str().is_none_or(str::is_empty);
+        let is_allowed = match (old, new) {
+            _ if *owner == **who => true,
+            (Some(old), Some(new)) => {
+                let is_same = |field: &str| old["spec"][field] == new["spec"][field];
+                !is_reserved && is_marked(new) && is_same("machine") && is_same("nonce")
+            }
+            (Some(old), None) => !is_reserved && is_marked(old),
+            (None, _) => false,
         };
-        let is_mark = old.is_some() && new.is_some() && old.and_then(unmarked) == new.and_then(unmarked);
-        let is_reclaim = new.is_none() && old.is_some_and(|old| old["spec"]["absentSince"].is_string());
-        if is_mark || is_reclaim {
-            return None;
-        }
+        let holder = owner.as_str().filter(|_| !is_reserved).unwrap_or("the operator");
         let message = format!(
-            "ValidatingAdmissionPolicy 'cluster-local' denied request: node {who} may only \
-            claim and release its own blocks, not those of {}",
-            owner(old.or(new)?)
+            "{resource}.{GROUP} \"{name}\" is forbidden: ValidatingAdmissionPolicy 'cluster-local' with binding \
+             'cluster-local' denied request: node {who} may only claim and release its own blocks, not those of {holder}"
         );
-        Some(Reply::error(422, "Invalid", &message))
+        (!is_allowed).then(|| Reply::about(422, "Invalid", (resource, name), &message))
     }
+}
+
+/// Returns the kind of the objects of a resource.
+fn kind(resource: &str) -> &'static str {
+    if resource == "ippools" { "IPPool" } else { "IPBlock" }
 }
 
 /// Returns the answer to an object with an unknown field or without a required one.
@@ -249,20 +294,25 @@ fn invalid(resource: &str, object: &Value) -> Option<Reply> {
     };
     let spec = object["spec"].as_object()?;
     if let Some(unknown) = spec.keys().find(|key| !known.contains(&key.as_str())) {
-        let message = format!("strict decoding error: unknown field \"spec.{unknown}\"");
+        let kind = kind(resource);
+        let message = format!(
+            "{kind} in version \"v1\" cannot be handled as a {kind}: strict decoding error: unknown field \
+             \"spec.{unknown}\""
+        );
         return Some(Reply::error(400, "BadRequest", &message));
     }
     let missing = required.iter().find(|key| !spec.contains_key(**key))?;
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
-    Some(invalid_spec(name, &format!("spec.{missing}: Required value")))
+    Some(invalid_spec(resource, name, &format!("spec.{missing}: Required value")))
 }
 
-fn invalid_spec(name: &str, reason: &str) -> Reply {
-    Reply::error(422, "Invalid", &format!("IPBlock.{GROUP} \"{name}\" is invalid: {reason}"))
+fn invalid_spec(resource: &str, name: &str, reason: &str) -> Reply {
+    let kind = kind(resource);
+    Reply::about(422, "Invalid", (kind, name), &format!("{kind}.{GROUP} \"{name}\" is invalid: {reason}"))
 }
 
 fn not_found(resource: &str, name: &str) -> Reply {
-    Reply::error(404, "NotFound", &format!("{resource}.{GROUP} \"{name}\" not found"))
+    Reply::about(404, "NotFound", (resource, name), &format!("{resource}.{GROUP} \"{name}\" not found"))
 }
 
 /// The answer about a kind that is not installed: a text.
