@@ -4,24 +4,22 @@
 //! Every wait ends at the deadline or with a signal.
 
 use std::borrow::Cow;
-use std::fmt::Display;
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use cni::machine::Machine;
 use cni::{Code, Error};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{AlertDescription, ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use rustls::pki_types::ServerName;
+use rustls::{AlertDescription, ClientConfig, ClientConnection, StreamOwned};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::conf::{Conf, Credentials, read};
 use crate::store::{Answer, Failure};
+use crate::tls;
 
 /// The longest line of a head, and the longest body of an answer, in bytes.
 const MAX_LINE: u64 = 16 << 10;
@@ -133,31 +131,12 @@ impl<'m> Client<'m> {
     /// # Errors
     /// Code 5 if a file cannot be read, 7 if it does not have what it should have.
     pub(crate) fn new(conf: &Conf, machine: &'m dyn Machine) -> cni::Result<Client<'m>> {
-        let wrong = |path: &Path, error: &dyn Display| Error::config(format!("{}: {error}", path.display()));
-        let certificates = |path: &Path| {
-            let found: Vec<_> = CertificateDer::pem_slice_iter(&read(path)?).flatten().collect();
-            if found.is_empty() { Err(wrong(path, &"it has no certificate (PEM)")) } else { Ok(found) }
-        };
-        let mut roots = RootCertStore::empty();
-        if roots.add_parsable_certificates(certificates(&conf.ca_file)?).0 == 0 {
-            return Err(wrong(&conf.ca_file, &"its certificates cannot be used"));
-        }
-        let tls = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|error| Error::caused(Code::INTERNAL, "failed to set up TLS", error))?
-            .with_root_certificates(roots);
-        let tls = match &conf.credentials {
-            Credentials::Certificate(cert, key) => {
-                let private = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|error| wrong(key, &error))?;
-                tls.with_client_auth_cert(certificates(cert)?, private).map_err(|error| wrong(cert, &error))?
-            }
-            Credentials::Token(_) => tls.with_no_client_auth(),
-        };
+        let tls = tls::config(conf)?;
         let mut conf = conf.clone();
         let first = getrandom::u32().unwrap_or(0) as usize % conf.endpoints.len();
         conf.endpoints.rotate_left(first);
         let patience = Patience { machine, deadline: machine.now() + conf.timeout };
-        Ok(Client { conf, patience, date: None, tls: Arc::new(tls), connection: None })
+        Ok(Client { conf, patience, date: None, tls, connection: None })
     }
 
     /// Sends a request with a path and query, and a body of JSON or none. Returns the answer,

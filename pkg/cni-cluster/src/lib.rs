@@ -27,6 +27,7 @@ mod kubernetes;
 pub mod ledger;
 pub mod pool;
 pub mod store;
+mod tls;
 
 #[cfg(test)]
 mod testing;
