@@ -210,11 +210,15 @@ pub(crate) fn decode<T: DeserializeOwned>(record: &Value) -> Answer<T> {
     T::deserialize(record).map_err(|error| Failure::Unknown(format!("invalid record {record}: {error}")))
 }
 
-/// Returns the failure of a connection. The rejection of a certificate does not pass.
+/// Returns the failure of a connection. Neither the rejection of a certificate nor of the version
+/// passes.
 fn failure(mut doing: String, credentials: &Credentials, error: io::Error) -> Failure {
-    use rustls::Error::{AlertReceived, InvalidCertificate};
+    use rustls::Error::{AlertReceived, InvalidCertificate, PeerIncompatible};
     match error.get_ref().and_then(|cause| cause.downcast_ref()) {
         Some(InvalidCertificate(_)) => {}
+        Some(AlertReceived(AlertDescription::ProtocolVersion) | PeerIncompatible(_)) => {
+            doing += ": the server must support TLS 1.3";
+        }
         Some(AlertReceived(alert)) if *alert != AlertDescription::InternalError => {
             if let Credentials::Certificate(file, _) = credentials {
                 doing += &format!(" with {}", file.display());

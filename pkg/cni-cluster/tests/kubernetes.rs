@@ -5,6 +5,8 @@
 
 mod common;
 
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -430,6 +432,28 @@ fn an_expired_certificate_of_the_server_is_refused() {
     let (code, text) = refused(open(&server.node_file("node1", server.listen())).pools());
     assert!(code == 103 && text.contains("invalid peer certificate: certificate expired"), "{text}");
     assert_eq!(server.take_requests(), [""; 0]);
+}
+
+#[test]
+fn a_server_without_tls_1_3_is_refused_with_the_reason() {
+    let (_server, mut file, _) = node1();
+    // A program in Go that is limited to TLS 1.2 sends the fatal alert protocol_version. Others
+    // send a ServerHello of TLS 1.2, here with the cipher suite c02f.
+    let hello = [&[22, 3, 3, 0, 42, 2, 0, 0, 38, 3, 3][..], &[7; 32], &[0, 0xc0, 0x2f, 0]].concat();
+    for answer in [vec![21, 3, 3, 0, 2, 2, 70], hello] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        file["kubernetes"]["server"] = json!(format!("https://{}", listener.local_addr().unwrap()));
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let length = stream.read(&mut [0; 4096]).unwrap();
+            stream.write_all(&answer).unwrap();
+            // Until the client closes.
+            length + stream.read(&mut [0; 4096]).unwrap_or_default()
+        });
+        let (code, text) = refused(open(&file).pools());
+        assert!(code == 103 && text.contains("/ippools: the server must support TLS 1.3: "), "{text}");
+        assert!(server.join().unwrap() > 0);
+    }
 }
 
 #[test]
