@@ -13,12 +13,12 @@ pub const MAX_BLOCK_SIZE: u32 = 65_536;
 /// A block: a power of two of addresses of a pool, aligned to that number.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Block {
-    /// The name of the pool.
-    pub pool: String,
-    /// The first address.
+    /// The first address. It differs in most blocks, so it is the first to be compared.
     pub first: IpAddr,
     /// The last address, in the same family.
     pub last: IpAddr,
+    /// The name of the pool.
+    pub pool: String,
 }
 
 impl Block {
@@ -118,9 +118,9 @@ pub fn candidates<'a>(
     for range in set.ranges() {
         let (pool, size) = pool_of(range);
         let block_number = |member: IpAddr| number(member) / u128::from(size);
-        spans.push((pool, size, block_number(range.first()), block_number(range.last())));
+        let span = (pool, size, block_number(range.first()), block_number(range.last()));
+        spans.insert(spans.partition_point(|other| *other < span), span);
     }
-    spans.sort();
     // Two ranges may have addresses in one block.
     spans.dedup_by(|next, kept| {
         let joins = next.0 == kept.0 && next.2 <= kept.3;

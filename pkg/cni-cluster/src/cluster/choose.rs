@@ -1,14 +1,14 @@
 //! Chooses the block that an ADD claims, and takes blocks of absent nodes if no other is free.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
 use cni_ipam::ranges::RangeSet;
 
 use super::{Cluster, Obtained};
 use crate::ledger::{Reclaiming, reclaiming};
 use crate::pool::{self, Block};
-use crate::store::{Answer, Claim, NodeState, Pool, Reclaim};
+use crate::store::{Answer, Claim, NodeState, Reclaim};
 
 /// How many claimed blocks an ADD meets before it asks for a list.
 const MAX_REFUSALS: usize = 8;
@@ -31,7 +31,8 @@ impl Cluster<'_> {
                 return Ok(Obtained::Changed);
             }
         }
-        let pools: BTreeSet<String> = set.ranges().iter().map(|range| self.network.pool(range)).collect();
+        let is_of_set = |pool: &&String| set.ranges().iter().any(|range| self.network.pool(range) == **pool);
+        let pools: Vec<String> = self.ledger.pools.keys().filter(is_of_set).cloned().collect();
         let mut taken = HashMap::new();
         for pool in &pools {
             for (first, node) in self.ask(|store| store.taken(pool))? {
@@ -57,7 +58,9 @@ impl Cluster<'_> {
                 return Ok(Obtained::Changed);
             }
         }
-        let rules: HashMap<String, Pool> = self.ask(|store| store.pools())?.into_iter().collect();
+        let rules = self.ask(|store| store.pools())?;
+        let rule =
+            |name: &str| rules.iter().find(|(pool, _)| pool == name).map_or(Reclaim::Never, |(_, pool)| pool.reclaim);
         let mut marks = Vec::new();
         let mut others: Vec<_> = holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node).collect();
         if others.len() > MAX_LOOKUPS {
@@ -70,7 +73,7 @@ impl Cluster<'_> {
             for block in blocks.iter().filter(|_| matches!(state, NodeState::Absent(_))) {
                 let found = self.ask(|store| store.get(&block.pool, block.first))?;
                 let Some((claim, version)) = found.filter(|(claim, _)| claim.node == *holder) else { continue };
-                match reclaiming(&claim, rules.get(&block.pool).map_or(Reclaim::Never, |pool| pool.reclaim), &state) {
+                match reclaiming(&claim, rule(&block.pool), &state) {
                     Reclaiming::Leave => marks.extend(claim.absent_since),
                     Reclaiming::Mark(since) => {
                         marks.push(since.clone());
@@ -86,21 +89,21 @@ impl Cluster<'_> {
                 }
             }
         }
-        Ok(Obtained::Exhausted(exhausted_text(pools.into_iter().collect(), &holders, &marks)))
+        Ok(Obtained::Exhausted(exhausted_text(&pools, &holders, &marks)))
     }
 }
 
 /// Returns the text for a set of these pools whose blocks are all claimed. `marks` has since when
 /// the nodes of some blocks are absent.
-fn exhausted_text(pools: Vec<String>, holders: &BTreeMap<String, Vec<Block>>, marks: &[String]) -> String {
+fn exhausted_text(pools: &[String], holders: &BTreeMap<String, Vec<Block>>, marks: &[String]) -> String {
     let total: usize = holders.values().map(Vec::len).sum();
-    let mut counts: Vec<(usize, &str)> = holders.iter().map(|(node, blocks)| (blocks.len(), node.as_str())).collect();
-    counts.sort_by_key(|(count, node)| (Reverse(*count), *node));
-    let holder = |(count, node): &(usize, &str)| match *node {
+    let mut counts: BinaryHeap<(usize, Reverse<&str>)> =
+        holders.iter().map(|(node, blocks)| (blocks.len(), Reverse(node.as_str()))).collect();
+    let holder = |(count, Reverse(node)): (usize, Reverse<&str>)| match node {
         "" => format!("{count} are reserved by an operator"),
         node => format!("node {node} has {count}"),
     };
-    let most: Vec<String> = counts.iter().take(MAX_LISTED).map(holder).collect();
+    let most: Vec<String> = std::iter::from_fn(|| counts.pop()).take(MAX_LISTED).map(holder).collect();
     let mut text = format!("all {total} blocks of pool {} are claimed: {}", pools.join(", "), most.join(", "));
     if let Some(since) = marks.iter().min() {
         let count = marks.len();

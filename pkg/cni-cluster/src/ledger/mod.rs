@@ -166,9 +166,10 @@ impl Ledger {
     /// Returns the ledger with this file, or `None` for a damaged or unknown file.
     pub fn parse(bytes: &[u8]) -> Option<Ledger> {
         let ledger: Ledger = serde_json::from_slice(bytes).ok()?;
-        let is_range = |block: &&Block| block.first.is_ipv4() == block.last.is_ipv4() && block.first <= block.last;
-        let blocks: BTreeSet<&Block> = ledger.entries.iter().map(|entry| &entry.block).filter(is_range).collect();
-        (ledger.format == FORMAT && blocks.len() == ledger.entries.len()).then_some(ledger)
+        let mut blocks = BTreeSet::new();
+        let is_range = |block: &Block| block.first.is_ipv4() == block.last.is_ipv4() && block.first <= block.last;
+        let is_valid = ledger.entries.iter().all(|entry| is_range(&entry.block) && blocks.insert(&entry.block));
+        (ledger.format == FORMAT && is_valid).then_some(ledger)
     }
 
     /// Returns the content of the ledger's file.
