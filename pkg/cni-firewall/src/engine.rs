@@ -97,7 +97,7 @@ pub(crate) fn retry_conflicts<T>(nft: &mut Nft, mut change: impl FnMut(&mut Nft)
 
 /// The rules of one feature in one network namespace: in nf_tables and in a table of iptables.
 pub(crate) struct Store<'m> {
-    machine: &'m dyn Machine,
+    pub(crate) machine: &'m dyn Machine,
     /// Receives remarks for the operator.
     pub(crate) notes: Notes,
     pub(crate) folders: Folders,
@@ -127,8 +127,25 @@ impl<'m> Store<'m> {
         Iptables::open_with(self.table, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
 
+    /// Makes the changes that `plan` adds to a batch of nf_tables. Sets `changed` to true if rules
+    /// may have been changed, even on an error.
+    pub(crate) fn ensure_in_nftables(
+        &self,
+        mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>,
+        changed: &mut bool,
+    ) -> Result<()> {
+        let plan = |nft: &mut Nft, batch: &mut Batch| {
+            plan(nft, batch)?;
+            // After an error, the kernel may have made the changes: its answer can be lost.
+            *changed |= !batch.is_empty();
+            Ok(())
+        };
+        change(&mut Nft::open()?, plan).map(drop)
+    }
+
     /// Makes the changes that `plan` returns for iptables, for each family in the variant that the
-    /// host uses for it. Sets `changed` to true if rules may have been changed, even on an error.
+    /// host uses for it. If `plan` returns `None`, changes nothing more. Sets `changed` to true if
+    /// rules may have been changed, even on an error.
     ///
     /// # Errors
     /// Rules of a family cannot be written at all, and nothing is changed; or as
@@ -136,7 +153,7 @@ impl<'m> Store<'m> {
     pub(crate) fn ensure_in_iptables(
         &self,
         families: impl IntoIterator<Item = Family>,
-        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+        plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
         changed: &mut bool,
     ) -> Result<()> {
         let mut iptables = self.open(OnSigterm::Kill)?;
@@ -151,7 +168,7 @@ impl<'m> Store<'m> {
         if families_with_variant.is_empty() {
             return Ok(());
         }
-        iptables.change_all(&families_with_variant, |chains| plan(chains).map(Some), changed)
+        iptables.change_all(&families_with_variant, plan, changed)
     }
 
     /// Makes the removals that `plan` adds to a batch of nf_tables.

@@ -10,10 +10,8 @@ use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
 use cni_firewall::iptables::{Iptables, Table};
-use cni_firewall::portmap::iptables::{IptablesPortMap, UnreadTables};
-use cni_firewall::portmap::nft::{NftPortMap, Refusal};
-use cni_firewall::portmap::{Conflicts, EnsureOutcome, Forwarding, Holder, Snat};
-use cni_firewall::{AttachmentFilter, Backend, nft_usable};
+use cni_firewall::portmap::{Forwarding, Holder, PortMap, Refusal, Snat};
+use cni_firewall::{Backend, nft_usable};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
 use cni_linux::{Link, Netlink, sysctl};
@@ -38,7 +36,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollbac
         call.notes.note("portmap: no port is mapped: prevResult has no address that a mapping can use");
     }
     if conf.mappings.is_empty() || forwarding.containers.is_empty() {
-        remove_stale_rules(call, &forwarding);
+        PortMap::new(call.machine, call.notes.clone()).remove_stale(&forwarding);
         return Ok(());
     }
     // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
@@ -94,33 +92,8 @@ fn write_in_working_backend<'a>(
     }
 }
 
-/// Removes rules of removed containers that lead to this container's addresses, for an ADD that
-/// maps no port. [`Conflicts::held`] is always `None`, because the ADD requests no port that
-/// another container could have. A failure is only a note.
-fn remove_stale_rules(call: &Call<'_>, forwarding: &Forwarding) {
-    let in_nft = NftPortMap::open().and_then(|mut nft| nft.conflicts(forwarding));
-    let in_iptables = open_iptables(call, OnSigterm::Kill)
-        .and_then(|mut iptables| iptables.conflicts(forwarding, UnreadTables::Both));
-    for result in [in_nft, in_iptables] {
-        match result {
-            Ok(conflicts) => note_remarks(call, &conflicts.remarks),
-            Err(error) => call
-                .notes
-                .note(format_args!("portmap: failed to look for stale rules to the container's addresses: {error}")),
-        }
-    }
-}
-
-/// Prints the remarks as notes.
-fn note_remarks(call: &Call<'_>, remarks: &[String]) {
-    for remark in remarks {
-        call.notes.note(format_args!("portmap: {remark}"));
-    }
-}
-
 /// Writes the rules to `backend`, and pushes the undo onto `rollback` if rules may have been
-/// changed, even on an error. Before that, removes stale rules to the container's addresses from
-/// the tables that `backend` does not read.
+/// changed, even on an error.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports, in either backend.
@@ -132,38 +105,18 @@ fn write_rules<'a>(
     backend: Backend,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let in_other_tables = conflicts_in_other_tables(call, forwarding, backend)?;
-    note_remarks(call, &in_other_tables.remarks);
-    if let Some(holder) = in_other_tables.held {
-        return Err(port_taken(&holder));
+    let open = || PortMap::new(call.machine, call.notes.clone());
+    let mut changed = false;
+    let outcome = open().ensure(forwarding, backend, &mut changed);
+    if changed {
+        let forwarding = forwarding.clone();
+        rollback.push("remove the host ports", move || open().undo(&forwarding, backend));
     }
-    let (mut changed, attachment, addresses) = (false, forwarding.attachment.clone(), forwarding.addresses());
-    let outcome = match backend {
-        Backend::Nftables => {
-            let outcome = NftPortMap::open()?.ensure(call.machine, forwarding, &mut changed);
-            if changed {
-                rollback.push(UNDO, move || {
-                    NftPortMap::open()?.purge(AttachmentFilter::for_del(&attachment, &addresses)).outcome
-                });
-            }
-            outcome.map_err(explain_nft_failure)?
-        }
-        Backend::Iptables => {
-            let outcome = open_iptables(call, OnSigterm::Kill)?.ensure(forwarding, &mut changed);
-            if changed {
-                rollback.push(UNDO, move || {
-                    let filter = AttachmentFilter::for_del(&attachment, &addresses);
-                    open_iptables(call, OnSigterm::Finish)?.purge(filter).outcome
-                });
-            }
-            outcome.map_err(|error| explain_iptables_failure(call, forwarding, error))?
-        }
-    };
     match outcome {
-        EnsureOutcome::Done { remarks } => note_remarks(call, &remarks),
-        EnsureOutcome::Held(holder) => return Err(port_taken(&holder)),
+        Ok(None) => Ok(()),
+        Ok(Some(holder)) => Err(port_taken(&holder)),
+        Err(refusal) => Err(explain_failure(call, forwarding, backend, refusal)),
     }
-    Ok(())
 }
 
 /// Whether iptables, which has failed with `error`, does not work at all on this host and nftables
@@ -175,41 +128,14 @@ fn only_nftables_works(call: &Call<'_>, forwarding: &Forwarding, error: &Error) 
     }
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     let Ok(mut iptables) = opened else { return false };
-    let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
-    let iptables_works = families.all(|family| iptables.probe(family).is_ok());
+    let iptables_works = forwarding.families().all(|request| iptables.probe(request.family).is_ok());
     !iptables_works && matches!(nft_usable(), Ok(true))
-}
-
-/// The name of the rollback step; completes the sentence "failed to ...".
-const UNDO: &str = "remove the host ports";
-
-/// Opens the port mappings in iptables' tables.
-fn open_iptables<'m>(call: &Call<'m>, on_sigterm: OnSigterm) -> cni_linux::Result<IptablesPortMap<'m>> {
-    IptablesPortMap::open(call.machine, call.notes.clone(), on_sigterm)
 }
 
 /// Returns the error for a port that another container has.
 fn port_taken(holder: &Holder) -> Error {
     Error::new(Code::CONFLICT, holder.to_string())
         .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway")
-}
-
-/// Returns the conflicts with rules in the tables that an ADD to `backend` does not read itself:
-/// for nftables those of both variants of iptables, for iptables those of the other variant and of
-/// nftables. Removes stale rules to the container's addresses from them.
-fn conflicts_in_other_tables(call: &Call<'_>, forwarding: &Forwarding, backend: Backend) -> Result<Conflicts> {
-    let unread = match backend {
-        Backend::Nftables => UnreadTables::Both,
-        Backend::Iptables => UnreadTables::OtherVariant,
-    };
-    let mut conflicts = open_iptables(call, OnSigterm::Kill)?.conflicts(forwarding, unread)?;
-    // A held port already makes the ADD fail: then nftables is not searched.
-    if backend == Backend::Iptables && conflicts.held.is_none() {
-        let in_nft = NftPortMap::open()?.conflicts(forwarding)?;
-        conflicts.held = in_nft.held;
-        conflicts.remarks.extend(in_nft.remarks);
-    }
-    Ok(conflicts)
 }
 
 /// Returns the configured port mappings to the addresses `containers`. `links`, the names of the
@@ -278,11 +204,9 @@ pub(crate) fn find_localnet_link(forwarding: &Forwarding) -> Result<Option<Link>
     if forwarding.snat == Snat::No {
         return Ok(None);
     }
-    let Some((container, _)) = forwarding.families().find(|(container, _)| container.is_ipv4()) else {
-        return Ok(None);
-    };
+    let Some(request) = forwarding.families().find(|request| request.family == Family::V4) else { return Ok(None) };
     let netlink = Netlink::open()?;
-    let index = netlink.outgoing_interface(container.address())?;
+    let index = netlink.outgoing_interface(request.container.address())?;
     Ok(netlink.find_link_by_index(index)?)
 }
 
@@ -296,41 +220,35 @@ pub(crate) fn localnet_key(link: &Link) -> String {
     format!("net/ipv4/conf/{}/route_localnet", link.name)
 }
 
-/// Converts an error of iptables. If a program of iptables is missing and the error is not the
-/// kernel's, adds that the backend cannot be used.
-fn explain_iptables_failure(call: &Call<'_>, forwarding: &Forwarding, error: cni_linux::Error) -> Error {
-    // Rules of iptables-nft can be written over netlink, without the program. An error with an
-    // errno is the kernel's answer to that, and a missing program is not its cause.
-    if error.errno().is_some() || !lacks_iptables_program(call, forwarding) {
+/// Returns the plugin's error for a failure of `backend`. If the failure shows that the host lacks
+/// the backend, adds that the backend cannot be used.
+fn explain_failure(call: &Call<'_>, forwarding: &Forwarding, backend: Backend, refusal: Refusal) -> Error {
+    let error = match refusal {
+        Refusal::Kernel(error) => error,
+        Refusal::Condition { token, why } => {
+            let msg = format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}");
+            return Error::config(msg);
+        }
+    };
+    let is_unusable = match backend {
+        Backend::Nftables => error.is_unsupported(),
+        // Rules of iptables-nft can be written over netlink, without the program. An error with an
+        // errno is the kernel's answer to that, and a missing program is not its cause.
+        Backend::Iptables => error.errno().is_none() && lacks_iptables_program(call, forwarding),
+    };
+    if !is_unusable {
         return error.into();
     }
-    backend_unusable(error.into(), Backend::Iptables)
+    Error::from(error)
+        .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
+        .with_code(Code::UNSUPPORTED_FIELD)
 }
 
 /// Whether the program of iptables is not installed for one of the families with mapped ports.
 fn lacks_iptables_program(call: &Call<'_>, forwarding: &Forwarding) -> bool {
     let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
     let Ok(iptables) = opened else { return false };
-    let mut families = forwarding.families().map(|(container, _)| Family::of(container.address()));
-    families.any(|family| matches!(iptables.chosen_variant(family), Ok(None)))
-}
-
-/// Adds to an error that the backend cannot be used on this host, and sets the code to 2.
-fn backend_unusable(error: Error, backend: Backend) -> Error {
-    error
-        .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
-        .with_code(Code::UNSUPPORTED_FIELD)
-}
-
-/// Returns the plugin's error for a failure of nftables.
-fn explain_nft_failure(error: Refusal) -> Error {
-    match error {
-        Refusal::Kernel(error) if error.is_unsupported() => backend_unusable(error.into(), Backend::Nftables),
-        Refusal::Kernel(error) => error.into(),
-        Refusal::Condition { token, why } => {
-            Error::config(format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}"))
-        }
-    }
+    forwarding.families().any(|request| matches!(iptables.chosen_variant(request.family), Ok(None)))
 }
 
 #[cfg(test)]

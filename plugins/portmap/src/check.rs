@@ -3,14 +3,11 @@
 //! The rules may be in either backend: the configuration may have changed since ADD, and the Go
 //! plugin may have written them.
 
-use cni::machine::OnSigterm;
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_firewall::Backend;
-use cni_firewall::portmap::Forwarding;
-use cni_firewall::portmap::iptables::IptablesPortMap;
-use cni_firewall::portmap::nft::NftPortMap;
+use cni_firewall::portmap::{Forwarding, PortMap};
 use cni_linux::sysctl;
 
 use crate::add;
@@ -68,49 +65,18 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
 /// - Code 101 if a rule is missing or differs.
 fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<()> {
     let backend = add::choose_backend(call, conf)?;
-    let other = match backend {
-        Backend::Iptables => Backend::Nftables,
-        Backend::Nftables => Backend::Iptables,
-    };
-    let (in_backend, in_other) = (has_rules(call, backend, forwarding)?, has_rules(call, other, forwarding)?);
-    let differences = match (in_backend, in_other) {
-        (true, false) => find_differences(call, backend, forwarding)?,
-        (false, true) => find_differences(call, other, forwarding)?,
-        (true, true) => {
-            let differences = find_differences(call, backend, forwarding)?;
-            if !differences.is_empty() && find_differences(call, other, forwarding)?.is_empty() {
-                return Ok(());
-            }
-            differences
-        }
-        (false, false) => {
+    let portmap = PortMap::new(call.machine, call.notes.clone());
+    match portmap.check(forwarding, backend)? {
+        Some(differences) if differences.is_empty() => Ok(()),
+        Some(differences) => Err(Error::new(Code::CHECK_FAILED, differences.join("; "))),
+        None => {
+            let other = match backend {
+                Backend::Iptables => Backend::Nftables,
+                Backend::Nftables => Backend::Iptables,
+            };
             let msg = format!("no host port of container {} is mapped", call.container_id);
-            let details = format!("neither {} nor {} has rules of this attachment", backend.name(), other.name());
-            return Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details));
+            let details = format!("neither {backend} nor {other} has rules of this attachment");
+            Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details))
         }
-    };
-    if !differences.is_empty() {
-        return Err(Error::new(Code::CHECK_FAILED, differences.join("; ")));
     }
-    Ok(())
-}
-
-/// Whether the backend has any rule of the attachment.
-fn has_rules(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Result<bool> {
-    Ok(match backend {
-        Backend::Iptables => {
-            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.holds(&forwarding.attachment)?
-        }
-        Backend::Nftables => NftPortMap::open()?.holds(&forwarding.attachment, &forwarding.addresses())?,
-    })
-}
-
-/// Returns a sentence for each rule that is missing or differs in the backend; empty if none.
-fn find_differences(call: &Call<'_>, backend: Backend, forwarding: &Forwarding) -> Result<Vec<String>> {
-    Ok(match backend {
-        Backend::Iptables => {
-            IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Kill)?.check(forwarding)?
-        }
-        Backend::Nftables => NftPortMap::open()?.check(forwarding)?,
-    })
 }

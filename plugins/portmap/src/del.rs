@@ -9,14 +9,11 @@
 //! The connections to nf_tables and iptables are closed last: closing one that has removed rules
 //! waits for an RCU grace period, part of which then passes during the other work.
 
-use cni::machine::OnSigterm;
+use cni::Result;
 use cni::skel::Call;
-use cni::{Error, Result};
 use cni_firewall::AttachmentFilter;
 use cni_firewall::owner::Untagged;
-use cni_firewall::portmap::ClaimedPort;
-use cni_firewall::portmap::iptables::IptablesPortMap;
-use cni_firewall::portmap::nft::NftPortMap;
+use cni_firewall::portmap::{ClaimedPort, PortMap};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 
 use crate::add;
@@ -53,23 +50,11 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
 /// later DEL can find the ports of the removed rules.
 pub(crate) fn purge(call: &Call<'_>, mut claims: Vec<ClaimedPort>, filter: AttachmentFilter<'_>) -> Result<()> {
     // Dropped at the end of the function; the head of this module says why.
-    let (mut open_nft, mut open_iptables) = (None, None);
-    let from_nft = NftPortMap::open().map(|nft| open_nft.insert(nft).purge(filter));
-    let from_iptables = IptablesPortMap::open(call.machine, call.notes.clone(), OnSigterm::Finish)
-        .map(|iptables| open_iptables.insert(iptables).purge(filter));
-    let mut errors = Vec::new();
-    for removal in [from_nft, from_iptables] {
-        let outcome = removal.and_then(|removal| {
-            claims.extend(removal.claims);
-            for note in removal.remarks {
-                call.notes.note(format_args!("portmap: {note}"));
-            }
-            removal.outcome
-        });
-        errors.extend(outcome.err().map(Error::from));
-    }
+    let portmap = PortMap::new(call.machine, call.notes.clone());
+    let removal = portmap.purge(filter);
+    claims.extend(removal.claims);
     delete_connections(call, claims);
-    Error::join(errors)
+    removal.outcome.map_err(cni::Error::from)
 }
 
 /// Deletes the tracked connections to these mapped ports, because the kernel would continue to map

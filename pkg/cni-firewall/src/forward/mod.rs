@@ -142,7 +142,7 @@ impl<'m> Forward<'m> {
         let mut changed = false;
         let plan = |filter: &mut Chains<'_>| {
             let addresses = rules.of_family(filter.family());
-            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, written)
+            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, written).map(Some)
         };
         let result = self.store.ensure_in_iptables(rules.families(), plan, &mut changed);
         written.changed |= changed;

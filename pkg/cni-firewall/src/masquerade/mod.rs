@@ -111,7 +111,8 @@ impl<'m> Masquerade<'m> {
         let mut has_changed = false;
         let plan = |nat: &mut Chains<'_>| {
             let family = nat.family();
-            iptables::ensure(nat, attachment, &of_family(addresses, family), &of_family(&self.exclude, family))
+            let (addresses, exclude) = (of_family(addresses, family), of_family(&self.exclude, family));
+            iptables::ensure(nat, attachment, &addresses, &exclude).map(Some)
         };
         self.store.ensure_in_iptables(families(addresses), plan, &mut has_changed)?;
         Ok(has_changed.then_some(Backend::Iptables))

@@ -20,6 +20,7 @@
 //! through another route or another routing table (VRF).
 
 use std::collections::BTreeMap;
+use std::fmt::{self, Display};
 use std::net::IpAddr;
 
 use cni::AttachmentId;
@@ -59,8 +60,8 @@ pub struct Holder {
     pub claim: ClaimedPort,
 }
 
-impl std::fmt::Display for Holder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} is mapped to {} of container {}", self.claim, self.claim.container, self.container)?;
         match self.alias.as_deref().and_then(AttachmentId::parse) {
             Some(marked) => write!(f, ", interface {} in network {}", marked.ifname, marked.network),
@@ -69,23 +70,15 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// The rules of other containers, found in tables in which the ADD makes no rules.
-#[derive(Clone, Debug, Default)]
-pub struct Conflicts {
-    /// A living container that has a wanted port: the ADD must fail.
-    pub held: Option<Holder>,
-    /// Remarks for the operator, one sentence each.
-    pub remarks: Vec<String>,
-}
-
-/// What happens to a dead container's rule for a wanted port. If the rule leads to the address of
-/// the ADD's container, it is removed in any case.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ConflictAction {
-    /// It stays. In tables in which the ADD makes no rules: DEL and GC remove it.
-    Keep,
-    /// It is removed.
-    Displace,
+/// The tables that are searched for rules of other containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum SearchedTables {
+    /// Those in which the ADD makes its rules: a dead container's rule for a wanted port is
+    /// removed.
+    Written,
+    /// Others, with their name for remarks: only a dead container's rule that leads to the address
+    /// of the ADD's container is removed. DEL and GC remove the rest.
+    Other(String),
 }
 
 /// Whether the container of a rule is alive; see the module's documentation.
@@ -96,57 +89,98 @@ enum Liveness {
     Unknown,
 }
 
-/// Finds out whether holders are alive. Connects to the kernel only when a link or the routes are
-/// needed for that.
-#[derive(Debug, Default)]
-pub(super) struct LivenessProbe {
+/// The search of an ADD for rules of other containers. Connects to the kernel only when a link or
+/// the routes are needed to find out whether a container is alive.
+///
+/// A plan can run several times. The search keeps the remarks of all runs, each text once.
+#[derive(Debug)]
+pub(super) struct ConflictSearch<'w> {
+    /// What the ADD wants.
+    pub(super) wanted: &'w Forwarding,
+    /// A living container that has a wanted port. If there is one, the ADD must fail, and nothing
+    /// must be changed.
+    pub(super) held: Option<Holder>,
+    tables: SearchedTables,
+    /// Remarks for the operator, one sentence each.
+    remarks: Vec<String>,
     host: Option<Netlink>,
     /// For each address, whether it is routed only to the attachment of the ADD. Stored, because
     /// finding it out reads all routes of the host.
     routed_only_here: BTreeMap<IpAddr, bool>,
 }
 
-/// What becomes of a rule of another container.
-#[derive(Debug)]
-pub(super) enum Fate {
-    /// It stays.
-    Keep,
-    /// It is removed.
-    Remove,
-    /// The ADD fails, because this living container has a wanted port.
-    RefuseAdd(Holder),
-}
+impl<'w> ConflictSearch<'w> {
+    /// Returns a search that has found nothing, in the tables in which the ADD makes its rules.
+    pub(super) fn new(wanted: &'w Forwarding) -> ConflictSearch<'w> {
+        let (remarks, routed_only_here) = Default::default();
+        ConflictSearch { wanted, held: None, tables: SearchedTables::Written, remarks, host: None, routed_only_here }
+    }
 
-impl LivenessProbe {
-    /// Decides about a rule of `holder`. Adds a remark if the holder is dead or if that is unknown.
-    /// Fails if the links cannot be read.
-    pub(super) fn decide(
-        &mut self,
-        wanted: &Forwarding,
-        holder: Holder,
-        action: ConflictAction,
-        remarks: &mut Vec<String>,
-    ) -> Result<Fate> {
+    /// Continues the search in the tables in which the ADD makes its rules.
+    pub(super) fn begin_in_written_tables(&mut self) {
+        self.tables = SearchedTables::Written;
+    }
+
+    /// Continues the search in tables in which the ADD makes no rules.
+    pub(super) fn begin_in_other_tables(&mut self, name: impl Into<String>) {
+        self.tables = SearchedTables::Other(name.into());
+    }
+
+    /// Adds a remark, with the name of the tables if the ADD makes no rules in them.
+    pub(super) fn remark(&mut self, text: impl Display) {
+        self.add_remark(match &self.tables {
+            SearchedTables::Written => text.to_string(),
+            SearchedTables::Other(name) => format!("{text} ({name})"),
+        });
+    }
+
+    /// Adds a remark about tables that it names itself.
+    pub(super) fn add_remark(&mut self, remark: String) {
+        if !self.remarks.contains(&remark) {
+            self.remarks.push(remark);
+        }
+    }
+
+    /// Returns all remarks, and forgets them.
+    pub(super) fn take_remarks(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.remarks)
+    }
+
+    /// Calls `search`. If it fails, forgets the remarks that it has added.
+    pub(super) fn remarks_of<T>(&mut self, search: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let count = self.remarks.len();
+        let result = search(self);
+        if result.is_err() {
+            self.remarks.truncate(count);
+        }
+        result
+    }
+
+    /// Decides whether a rule of `holder` is removed. Adds a remark if the holder is dead or if
+    /// that is unknown, and sets `held` if the ADD must fail. Fails if the links cannot be read.
+    pub(super) fn decide_removal(&mut self, holder: Holder) -> Result<bool> {
+        let wanted = self.wanted;
         let has_wanted_port = wanted.all_claims().iter().any(|claim| claim.overlaps(&holder.claim));
-        let is_displaced = action == ConflictAction::Displace || wanted.is_container(holder.claim.container.ip());
-        match self.liveness_of(wanted, &holder)? {
-            Liveness::Alive if has_wanted_port => return Ok(Fate::RefuseAdd(holder)),
+        let is_displaced = self.tables == SearchedTables::Written || wanted.is_container(holder.claim.container.ip());
+        match self.liveness_of(&holder)? {
+            Liveness::Alive if has_wanted_port => self.held = Some(holder),
             // The rule leads to the address of this container, which a container of another network
             // may have too. So the rule stays.
             Liveness::Alive => {}
             Liveness::Dead if is_displaced => {
-                remarks.push(holder.removal_remark(wanted));
-                return Ok(Fate::Remove);
+                self.remark(holder.removal_remark(wanted));
+                return Ok(true);
             }
-            Liveness::Dead | Liveness::Unknown if has_wanted_port => remarks.push(holder.port_taken_remark()),
-            Liveness::Dead | Liveness::Unknown => remarks.push(holder.unknown_owner_remark()),
+            Liveness::Dead | Liveness::Unknown if has_wanted_port => self.remark(holder.port_taken_remark()),
+            Liveness::Dead | Liveness::Unknown => self.remark(holder.unknown_owner_remark()),
         }
-        Ok(Fate::Keep)
+        Ok(false)
     }
 
     /// Returns whether the holder is alive, by the cases of the module's documentation. Fails if
     /// the links cannot be read.
-    fn liveness_of(&mut self, wanted: &Forwarding, holder: &Holder) -> Result<Liveness> {
+    fn liveness_of(&mut self, holder: &Holder) -> Result<Liveness> {
+        let wanted = self.wanted;
         let address = holder.claim.container.ip();
         let leads_here = wanted.is_container(address);
         // A network gives an address to one container at a time, now to this one.
@@ -170,16 +204,16 @@ impl LivenessProbe {
         if !leads_here {
             return Ok(Liveness::Unknown);
         }
-        Ok(if self.is_routed_only_here(wanted, address) { Liveness::Dead } else { Liveness::Unknown })
+        Ok(if self.is_routed_only_here(address) { Liveness::Dead } else { Liveness::Unknown })
     }
 
     /// Whether all routes of the host to this address lead to the attachment of the ADD. False if
     /// the routes cannot be read: that proves nothing, and must not make the ADD fail.
-    fn is_routed_only_here(&mut self, wanted: &Forwarding, address: IpAddr) -> bool {
+    fn is_routed_only_here(&mut self, address: IpAddr) -> bool {
         if let Some(known) = self.routed_only_here.get(&address) {
             return *known;
         }
-        let is_only_here = self.all_routes_use(address, &wanted.links).unwrap_or(false);
+        let is_only_here = self.all_routes_use(address, &self.wanted.links).unwrap_or(false);
         self.routed_only_here.insert(address, is_only_here);
         is_only_here
     }

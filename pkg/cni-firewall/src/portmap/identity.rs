@@ -13,8 +13,9 @@ use std::net::IpAddr;
 use cni::hash::{sha512, sha512_hex};
 use cni::text::cut;
 
+use super::super::nft::Rule;
 use super::super::nft::userdata::{self, comment_len};
-use super::super::nft::{Listed, Rule};
+use super::nft::shape;
 use cni::AttachmentId;
 
 /// The tag with the attachment's alias ([`AttachmentId::alias`]).
@@ -101,43 +102,25 @@ impl Identity {
         }
     }
 
-    /// Returns the rules of a list that are this attachment's. `container_of` returns the container
-    /// address of a rule, and `addresses` are the attachment's known addresses.
+    /// Whether a rule is this attachment's; `addresses` are the attachment's known addresses.
     ///
-    /// A rule that names only the container is this attachment's if `container_of` returns one of
-    /// `addresses`, or `None`, or if `addresses` is empty. Then only the container is compared, as
-    /// Go's plugin does.
-    pub(super) fn own_rules<'l>(
-        &self,
-        rules: &'l [Listed],
-        addresses: &[IpAddr],
-        container_of: impl Fn(&Rule) -> Option<IpAddr>,
-    ) -> Vec<&'l Listed> {
-        let is_own = |listed: &&Listed| match self.ownership_of(&listed.rule) {
+    /// A rule that names only the container is this attachment's if it leads to one of `addresses`
+    /// or does not show its address, or if `addresses` is empty. Then only the container is
+    /// compared, as Go's plugin does.
+    pub(super) fn owns(&self, rule: &Rule, addresses: &[IpAddr]) -> bool {
+        match self.ownership_of(rule) {
             Ownership::This => true,
             Ownership::Other => false,
-            Ownership::Container => match container_of(&listed.rule) {
+            Ownership::Container => match shape::container(rule) {
                 Some(address) => addresses.is_empty() || addresses.contains(&address),
                 None => true,
             },
-        };
-        rules.iter().filter(is_own).collect()
+        }
     }
 
-    /// Returns the rules that name only the container and are not among
-    /// [`own_rules`](Identity::own_rules): they lead to another address.
-    pub(super) fn rules_to_other_addresses<'l>(
-        &self,
-        rules: &'l [Listed],
-        addresses: &[IpAddr],
-        container_of: impl Fn(&Rule) -> Option<IpAddr>,
-    ) -> Vec<&'l Listed> {
-        let own_handles: Vec<u64> =
-            self.own_rules(rules, addresses, container_of).iter().map(|listed| listed.handle).collect();
-        let is_other = |listed: &&Listed| {
-            self.ownership_of(&listed.rule) == Ownership::Container && !own_handles.contains(&listed.handle)
-        };
-        rules.iter().filter(is_other).collect()
+    /// Whether a rule names only this container, and leads to none of `addresses`.
+    pub(super) fn leads_elsewhere(&self, rule: &Rule, addresses: &[IpAddr]) -> bool {
+        self.ownership_of(rule) == Ownership::Container && !self.owns(rule, addresses)
     }
 }
 
@@ -194,10 +177,7 @@ pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn listed(handle: u64, rule: Rule) -> Listed {
-        Listed { handle, rule }
-    }
+    use crate::portmap::Snat;
 
     fn signed(attachment: &AttachmentId) -> Rule {
         Identity::new(attachment).sign(Rule::default(), HostLink::Present)
@@ -230,10 +210,13 @@ mod tests {
     #[test]
     fn a_rule_without_a_tag_belongs_to_whom_it_leads() {
         let identity = Identity::new(&AttachmentId::new("net", "c", "eth0"));
-        let list = [listed(1, Rule::default().with_comment("c"))];
         let (a, b): (IpAddr, IpAddr) = ("10.0.0.2".parse().unwrap(), "10.0.0.3".parse().unwrap());
-        assert_eq!(identity.own_rules(&list, &[a], |_| Some(a)).len(), 1);
-        assert_eq!(identity.own_rules(&list, &[b], |_| Some(a)).len(), 0);
-        assert_eq!(identity.own_rules(&list, &[], |_| Some(a)).len(), 1);
+        let to_a = Rule::new(shape::masquerade_rules(a, Snat::All).remove(0)).with_comment("c");
+        for (addresses, is_own) in [(&[a][..], true), (&[b], false), (&[], true)] {
+            assert_eq!(identity.owns(&to_a, addresses), is_own, "{addresses:?}");
+            assert_eq!(identity.leads_elsewhere(&to_a, addresses), !is_own, "{addresses:?}");
+        }
+        let without_address = Rule::default().with_comment("c");
+        assert!(identity.owns(&without_address, &[b]));
     }
 }

@@ -1,9 +1,10 @@
 //! Maps host ports: connections to a port of the host go to a port of a container.
 //!
-//! A [`Forwarding`] has the port mappings of one attachment. The backends [`nft`] and [`iptables`]
-//! write them as rules of the form that the Go plugin uses. For both, [`conflict`] decides which
-//! rules of other containers are removed. For nftables, `identity` names the attachment in rules,
-//! and [`conditions`] compiles extra matches.
+//! A [`Forwarding`] has the port mappings of one attachment. [`PortMap`] writes, compares and
+//! removes them in one of two backends, `nft` and `iptables`, as rules of the form that the Go
+//! plugin uses. The backends plan; the crate's engine makes the changes. For both, [`conflict`]
+//! decides which rules of other containers are removed. For nftables, `identity` names the
+//! attachment in rules, and [`conditions`] compiles extra matches.
 //!
 //! A *claim* ([`ClaimedPort`]) is a mapping in one family: a host port, and the container's address
 //! and port.
@@ -11,20 +12,161 @@
 //! Everything works in the network namespace of the calling thread, which must be the host's. A
 //! mapping without a host address applies in both families, one with 0.0.0.0 only in IPv4.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use cni::machine::Machine;
+use cni::rollback::Notes;
 use cni::{AttachmentId, Cidr};
-use cni_linux::error::Result;
+use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
+
+use crate::engine::Store;
+use crate::iptables::Table;
+use crate::{AttachmentFilter, Backend};
 
 pub mod conditions;
 pub mod conflict;
 pub(super) mod identity;
-pub mod iptables;
-pub mod nft;
+pub(super) mod iptables;
+pub(super) mod nft;
 
 pub use cni_linux::conntrack::{ClaimedPort, Protocol};
-pub use conflict::{Conflicts, Holder, Policy};
+use conflict::ConflictSearch;
+pub use conflict::{Holder, Policy};
+pub use nft::Refusal;
+
+/// Host ports in one network namespace.
+///
+/// As with [`Masquerade`](crate::Masquerade), connections that have removed rules stay open until
+/// this value is dropped.
+#[derive(Debug)]
+pub struct PortMap<'m> {
+    store: Store<'m>,
+}
+
+/// The outcome of a removal in both backends.
+#[derive(Debug)]
+pub struct Removal {
+    /// The claims of all rules that were found, even if a removal failed. The caller must delete
+    /// their tracked connections now: a repeated removal does not find removed rules again.
+    pub claims: BTreeSet<ClaimedPort>,
+    /// Fails with the errors of all removals that failed.
+    pub outcome: Result<()>,
+}
+
+impl<'m> PortMap<'m> {
+    /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
+    pub fn new(machine: &'m dyn Machine, notes: Notes) -> PortMap<'m> {
+        PortMap { store: Store::new(machine, notes, Table::Nat, "host port rules") }
+    }
+
+    /// Replaces the attachment's rules in `backend` with those of `wanted`. If these are in place
+    /// already, nothing is changed. Sets `changed` to true if the attachment's rules may have been
+    /// changed, even on an error: the caller then owes an [`undo`](PortMap::undo) if its ADD fails.
+    ///
+    /// Before that, removes stale rules to the container's addresses from all tables that `backend`
+    /// does not write. If a living container has a wanted port, in any table, stops and returns
+    /// that container.
+    ///
+    /// # Errors
+    /// See [`Refusal`].
+    pub fn ensure(&self, wanted: &Forwarding, backend: Backend, changed: &mut bool) -> Result<Option<Holder>, Refusal> {
+        let mut search = ConflictSearch::new(wanted);
+        if wanted.policy == Policy::RefuseIfAlive {
+            iptables::search_other_tables(&self.store, &mut search, Some(backend))?;
+            // A held port already makes the ADD fail: then nftables is not searched.
+            if backend == Backend::Iptables && search.held.is_none() {
+                nft::search_other_tables(&mut search)?;
+            }
+            self.note_remarks(&mut search);
+        }
+        if search.held.is_some() {
+            return Ok(search.held);
+        }
+        search.begin_in_written_tables();
+        match backend {
+            Backend::Nftables => nft::ensure(&self.store, &mut search, changed)?,
+            Backend::Iptables => iptables::ensure(&self.store, &mut search, changed)?,
+        }
+        if search.held.is_none() {
+            self.note_remarks(&mut search);
+        }
+        Ok(search.held)
+    }
+
+    /// Undoes an [`ensure`](PortMap::ensure) that changed rules in `backend`: removes the
+    /// attachment's rules. Rules that `ensure` replaced stay lost.
+    ///
+    /// # Errors
+    /// As [`purge`](PortMap::purge).
+    pub fn undo(&self, wanted: &Forwarding, backend: Backend) -> Result<()> {
+        let addresses = wanted.addresses();
+        let filter = AttachmentFilter::for_del(&wanted.attachment, &addresses);
+        match backend {
+            Backend::Nftables => nft::purge(&self.store, filter, &mut BTreeSet::new()),
+            Backend::Iptables => iptables::purge(&self.store, filter, &mut BTreeSet::new()),
+        }
+    }
+
+    /// Removes rules of removed containers that lead to the container's addresses from all tables,
+    /// for an ADD that maps no port. A failure is only a note.
+    pub fn remove_stale(&self, wanted: &Forwarding) {
+        if wanted.policy == Policy::Ignore {
+            return;
+        }
+        let mut search = ConflictSearch::new(wanted);
+        let in_nft = nft::search_other_tables(&mut search);
+        let in_iptables = iptables::search_other_tables(&self.store, &mut search, None);
+        self.note_remarks(&mut search);
+        for error in [in_nft, in_iptables].into_iter().filter_map(Result::err) {
+            self.note(format_args!("failed to look for stale rules to the container's addresses: {error}"));
+        }
+    }
+
+    /// Removes the rules of the selected attachments from both backends, even if one of them fails.
+    /// Missing programs of iptables-legacy are not an error but a note.
+    pub fn purge(&self, filter: AttachmentFilter<'_>) -> Removal {
+        let mut claims = BTreeSet::new();
+        let results = [nft::purge(&self.store, filter, &mut claims), iptables::purge(&self.store, filter, &mut claims)];
+        Removal { claims, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
+    }
+
+    /// Returns a sentence for each difference from the rules that [`ensure`](PortMap::ensure)
+    /// writes to `backend`; empty if one of the backends has all rules. If only the other backend
+    /// has rules of the attachment, returns the differences there. `None` if neither has any.
+    ///
+    /// # Errors
+    /// The rules cannot be read.
+    pub fn check(&self, wanted: &Forwarding, backend: Backend) -> Result<Option<Vec<String>>> {
+        let in_nft = || nft::check(wanted);
+        let in_iptables = || iptables::check::check(&self.store, wanted);
+        let (found, find_in_other): (_, &dyn Fn() -> Result<Option<Vec<String>>>) = match backend {
+            Backend::Nftables => (in_nft()?, &in_iptables),
+            Backend::Iptables => (in_iptables()?, &in_nft),
+        };
+        match found {
+            Some(differences) if !differences.is_empty() => {
+                let other_is_complete = find_in_other()?.is_some_and(|differences| differences.is_empty());
+                Ok(Some(if other_is_complete { Vec::new() } else { differences }))
+            }
+            Some(complete) => Ok(Some(complete)),
+            None => find_in_other(),
+        }
+    }
+
+    /// Writes the remarks of a search as notes, and forgets them.
+    fn note_remarks(&self, search: &mut ConflictSearch<'_>) {
+        for remark in search.take_remarks() {
+            self.note(remark);
+        }
+    }
+
+    /// Writes a note.
+    fn note(&self, text: impl std::fmt::Display) {
+        self.store.notes.note(format_args!("portmap: {text}"));
+    }
+}
 
 /// One port mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,32 +262,32 @@ pub struct Forwarding {
 
 impl Forwarding {
     /// Returns the extra matches of one family.
-    pub fn conditions(&self, family: Family) -> &[String] {
+    pub(crate) fn conditions(&self, family: Family) -> &[String] {
         match family {
             Family::V4 => &self.conditions_v4,
             Family::V6 => &self.conditions_v6,
         }
     }
 
-    /// Returns, for each family in which a port is mapped, the container's address and its claims.
-    pub fn families(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
-        self.families_with_address().filter(|(_, claims)| !claims.is_empty())
+    /// Returns the request for each family in which a port is mapped.
+    pub fn families(&self) -> impl Iterator<Item = FamilyRequest<'_>> {
+        self.families_with_address().filter(|request| !request.claims.is_empty())
     }
 
-    /// Returns, for each family in which the container has an address, this address and its claims;
-    /// no claims if no port is mapped in the family.
-    pub(crate) fn families_with_address(&self) -> impl Iterator<Item = (Cidr, Vec<ClaimedPort>)> {
-        self.containers.iter().map(|container| (*container, self.claims(*container)))
+    /// Returns the request for each family in which the container has an address, even if no port
+    /// is mapped in the family.
+    pub(crate) fn families_with_address(&self) -> impl Iterator<Item = FamilyRequest<'_>> {
+        self.containers.iter().map(|container| FamilyRequest {
+            wanted: self,
+            family: Family::of(container.address()),
+            container: *container,
+            claims: self.mappings.iter().filter_map(|mapping| mapping.claim(container.address())).collect(),
+        })
     }
 
     /// Returns the claims of both families.
     pub fn all_claims(&self) -> Vec<ClaimedPort> {
-        self.families().flat_map(|(_, claims)| claims).collect()
-    }
-
-    /// Returns the claims for one of the container's addresses.
-    fn claims(&self, container: Cidr) -> Vec<ClaimedPort> {
-        self.mappings.iter().filter_map(|mapping| mapping.claim(container.address())).collect()
+        self.families().flat_map(|request| request.claims).collect()
     }
 
     /// Returns the container's addresses without their prefix lengths.
@@ -159,6 +301,26 @@ impl Forwarding {
     }
 }
 
+/// What a [`Forwarding`] wants in one family.
+#[derive(Clone, Debug)]
+pub struct FamilyRequest<'w> {
+    /// What it wants in all families.
+    pub wanted: &'w Forwarding,
+    /// The family.
+    pub family: Family,
+    /// The container's address.
+    pub container: Cidr,
+    /// The claims of this address.
+    pub claims: Vec<ClaimedPort>,
+}
+
+impl<'w> FamilyRequest<'w> {
+    /// Returns the extra matches.
+    pub(crate) fn conditions(&self) -> &'w [String] {
+        self.wanted.conditions(self.family)
+    }
+}
+
 /// Returns the remark about `older`, an existing mapping of this container to another address. The
 /// ADD keeps the mapping, because its rule does not name an attachment.
 fn older_mapping_remark(older: &ClaimedPort) -> String {
@@ -167,30 +329,6 @@ fn older_mapping_remark(older: &ClaimedPort) -> String {
         "{older} is mapped to {address} by older rules of this container, which may take precedence until they are \
          removed"
     )
-}
-
-/// The outcome of a removal, in all families and variants of a backend.
-#[derive(Debug)]
-pub struct Removal {
-    /// The claims of all rules that were found, even if a removal failed. The caller must delete
-    /// their tracked connections now: a repeated removal does not find removed rules again.
-    pub claims: Vec<ClaimedPort>,
-    /// A sentence for each rule that was kept and each table that was skipped without an error.
-    pub remarks: Vec<String>,
-    /// Fails with the errors of all removals that failed.
-    pub outcome: Result<()>,
-}
-
-/// The outcome of writing the rules of a [`Forwarding`].
-#[derive(Clone, Debug)]
-pub enum EnsureOutcome {
-    /// All rules are in place.
-    Done {
-        /// Remarks for the operator, one sentence each.
-        remarks: Vec<String>,
-    },
-    /// The rules are not in place, because this living container has one of the ports.
-    Held(Holder),
 }
 
 #[cfg(test)]

@@ -10,188 +10,78 @@
 //! interface of the container may have rules there, written by these plugins or by Go's. The chains
 //! and rules that all containers share are never removed, except duplicates of these rules.
 
-use cni::Cidr;
-use cni::machine::{Machine, OnSigterm};
-use cni::rollback::Notes;
-
-use super::conflict::{ConflictAction, LivenessProbe};
-use super::{ClaimedPort, EnsureOutcome, Forwarding, Holder, Policy, SetMark, Snat, older_mapping_remark};
-use crate::iptables::{Chains, Edit, Iptables, JumpSearch, Part, Purpose, Rule, Table, Variant};
-use cni_linux::error::{Cause, Error, Result};
+use super::conflict::ConflictSearch;
+use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, SetMark, Snat, older_mapping_remark};
+use crate::engine::Store;
+use crate::iptables::{Chains, Edit, JumpSearch, Part, Purpose, Rule};
+use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-mod check;
-mod conflicts;
+pub(super) mod check;
 mod others;
 mod removal;
 pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-pub use conflicts::UnreadTables;
 use others::plan_displacement;
+pub(super) use others::search_other_tables;
+pub(super) use removal::purge;
 use removal::{can_match_any, delete_section};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
-/// Host ports in the tables `nat` of the calling thread's network namespace.
-#[derive(Debug)]
-pub struct IptablesPortMap<'m> {
-    iptables: Iptables<'m>,
-}
-
-/// The changes for one family.
-#[derive(Debug)]
-struct Plan {
-    edit: Edit,
-    /// Remarks for the operator.
-    remarks: Vec<String>,
-    /// A living container that has a wanted port. If there is one, the edit must not be applied.
-    living_holder: Option<Holder>,
-    /// What happens to a dead container's rules for a wanted port.
-    conflict_action: ConflictAction,
-}
-
-impl Plan {
-    /// Returns a plan without changes.
-    fn new(conflict_action: ConflictAction) -> Plan {
-        Plan { edit: Edit::new(), remarks: Vec::new(), living_holder: None, conflict_action }
-    }
-}
-
-/// A family in which an ADD maps ports.
-struct MappedFamily {
-    family: Family,
-    /// The variant in which the rules are made.
-    variant: Variant,
-    /// The container's address.
-    container: Cidr,
-    /// The claims of this address.
-    claims: Vec<ClaimedPort>,
-    /// The remarks of the last plan: a family can be planned several times.
-    remarks: Vec<String>,
-}
-
-impl<'m> IptablesPortMap<'m> {
-    /// Opens a connection in the calling thread's network namespace. `notes` and `on_sigterm` are
-    /// those of [`Iptables::open`].
-    pub fn open(machine: &'m dyn Machine, notes: Notes, on_sigterm: OnSigterm) -> Result<IptablesPortMap<'m>> {
-        Ok(IptablesPortMap { iptables: Iptables::open(Table::Nat, machine, notes, on_sigterm)? })
-    }
-
-    /// Maps ports with `iptables`, which must be the table `nat`.
-    pub fn new(iptables: Iptables<'m>) -> IptablesPortMap<'m> {
-        IptablesPortMap { iptables }
-    }
-
-    /// Writes the rules of `wanted`: IPv4, then IPv6. Both families are checked for living holders
-    /// of the ports before either is changed. Sets `changed` to true if rules may have been
-    /// changed, even on an error or with a living holder: the caller then owes a
-    /// [`purge`](IptablesPortMap::purge) if its ADD fails.
-    ///
-    /// # Errors
-    /// If the host's links cannot be read, if rules cannot be written over netlink and iptables is
-    /// not installed, or if a change fails.
-    pub fn ensure(&mut self, wanted: &Forwarding, changed: &mut bool) -> Result<EnsureOutcome> {
-        let mut probe = LivenessProbe::default();
-        let host_link = probe.find_host_link(&wanted.attachment)?;
-        let mut mapped_families = Vec::new();
-        for (container, claims) in wanted.families() {
-            let family = Family::of(container.address());
-            let variant = self.variant_for_new_rules(family)?;
-            mapped_families.push(MappedFamily { family, variant, container, claims, remarks: Vec::new() });
+/// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
+/// the ports before either is changed. If there is a living holder, stops: it can have taken the
+/// port after the first family was changed.
+///
+/// # Errors
+/// If the host's links cannot be read, if rules cannot be written over netlink and iptables is not
+/// installed, or if a change fails.
+pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed: &mut bool) -> Result<()> {
+    let wanted = search.wanted;
+    let host_link = search.find_host_link(&wanted.attachment)?;
+    let mapped: Vec<FamilyRequest<'_>> = wanted.families().collect();
+    let plan = |nat: &mut Chains<'_>| {
+        let family = nat.family();
+        match mapped.iter().find(|request| request.family == family) {
+            Some(request) => plan_family(nat, request, host_link.as_deref(), search),
+            None => Ok(Some(Edit::new())),
         }
-        let holder = self.change_families(&mut mapped_families, wanted, host_link.as_deref(), &mut probe, changed)?;
-        if let Some(holder) = holder {
-            return Ok(EnsureOutcome::Held(holder));
-        }
-        let mut remarks: Vec<String> = mapped_families.into_iter().flat_map(|mapped| mapped.remarks).collect();
-        self.ensure_empty_chains(wanted, host_link.as_deref(), changed, &mut remarks)?;
-        Ok(EnsureOutcome::Done { remarks })
+    };
+    store.ensure_in_iptables(mapped.iter().map(|request| request.family), plan, changed)?;
+    if search.held.is_some() {
+        return Ok(());
     }
+    for request in wanted.families_with_address().filter(|request| request.claims.is_empty()) {
+        ensure_empty_chain(store, &request, host_link.as_deref(), search, changed)?;
+    }
+    Ok(())
+}
 
-    /// Makes the changes in all `mapped_families`. If a living container has a wanted port, stops
-    /// and returns that container: it can have taken the port after the first family was changed.
-    /// Sets `changed` as [`ensure`](IptablesPortMap::ensure) does.
-    fn change_families(
-        &mut self,
-        mapped_families: &mut [MappedFamily],
-        wanted: &Forwarding,
-        host_link: Option<&str>,
-        probe: &mut LivenessProbe,
-        changed: &mut bool,
-    ) -> Result<Option<Holder>> {
-        let families: Vec<(Family, Variant)> =
-            mapped_families.iter().map(|mapped| (mapped.family, mapped.variant)).collect();
-        let mut living_holder = None;
-        let plan = |nat: &mut Chains<'_>| {
-            let family = nat.family();
-            // Always found: `families` was made from `mapped_families`.
-            let Some(mapped) = mapped_families.iter_mut().find(|mapped| mapped.family == family) else {
-                return Ok(Some(Edit::new()));
-            };
-            let plan = plan_family(nat, wanted, (mapped.container, &mapped.claims), host_link, probe)?;
-            if plan.living_holder.is_some() {
-                living_holder = plan.living_holder;
-                // `None` ends the change of both families.
-                return Ok(None);
-            }
-            mapped.remarks = plan.remarks;
-            Ok(Some(plan.edit))
-        };
-        self.iptables.change_all(&families, plan, changed)?;
-        Ok(living_holder)
+/// Creates the container's chain, without a mapping, and the rules that jump to the chain, in a
+/// family in which the container has an address but no port is mapped. Only the CHECK of Go's
+/// plugin needs these rules, so a failure to write them only adds a remark.
+///
+/// # Errors
+/// SIGTERM or a deadline.
+fn ensure_empty_chain(
+    store: &Store<'_>,
+    request: &FamilyRequest<'_>,
+    host_link: Option<&str>,
+    search: &mut ConflictSearch<'_>,
+    changed: &mut bool,
+) -> Result<()> {
+    // Without a claim there is no living holder, so the plan is complete.
+    let plan = |nat: &mut Chains<'_>| plan_family(nat, request, host_link, search);
+    match store.ensure_in_iptables([request.family], plan, changed) {
+        Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
+        Err(error) => search.remark(format_args!(
+            "failed to create the empty portmap chain in {}, which only the CHECK of Go's portmap needs: {error}",
+            program_name(request.family)
+        )),
+        Ok(()) => {}
     }
-
-    /// Creates the container's chain, without a mapping, and the rules that jump to the chain, in
-    /// each family in which the container has an address but no port is mapped. Only the CHECK of
-    /// Go's plugin needs these rules, so a failure to write them only adds a remark, and a family
-    /// in which rules cannot be written is skipped.
-    ///
-    /// # Errors
-    /// SIGTERM, a deadline, or a failure to find the variant of iptables.
-    fn ensure_empty_chains(
-        &mut self,
-        wanted: &Forwarding,
-        host_link: Option<&str>,
-        changed: &mut bool,
-        remarks: &mut Vec<String>,
-    ) -> Result<()> {
-        for (container, claims) in wanted.families_with_address() {
-            if !claims.is_empty() {
-                continue;
-            }
-            let family = Family::of(container.address());
-            let Some(variant) = self.iptables.variant_for_new_rules(family)? else { continue };
-            let mut probe = LivenessProbe::default();
-            // The closure can run several times. The remarks are those of its last run.
-            let mut last_remarks = Vec::new();
-            let plan = |nat: &mut Chains<'_>| {
-                // Without a claim there is no living holder, so the plan is complete.
-                let plan = plan_family(nat, wanted, (container, &[]), host_link, &mut probe)?;
-                last_remarks = plan.remarks;
-                Ok(Some(plan.edit))
-            };
-            let result = self.iptables.change_all(&[(family, variant)], plan, changed);
-            remarks.append(&mut last_remarks);
-            match result {
-                Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
-                Err(error) => remarks.push(format!(
-                    "failed to create the empty portmap chain in {}, which only the CHECK of Go's portmap needs: {error}",
-                    program_name(family)
-                )),
-                Ok(()) => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the variant in which new rules are made. Fails if no variant can be used.
-    fn variant_for_new_rules(&mut self, family: Family) -> Result<Variant> {
-        self.iptables.variant_for_new_rules(family)?.ok_or_else(|| {
-            let cause = Cause::text("it is neither in PATH nor in /usr/sbin");
-            Error::new(format_args!("failed to find {}-restore", program_name(family)), cause)
-        })
-    }
+    Ok(())
 }
 
 /// Returns the name of this family's iptables, for messages.
@@ -203,26 +93,27 @@ fn program_name(family: Family) -> &'static str {
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
-/// the container's own. `host_link` is the result of [`LivenessProbe::find_host_link`]. If a living
-/// container has a wanted port, the plan is incomplete and must not be applied.
+/// the container's own. `host_link` is the link on the host that has the attachment's alias. `None`
+/// if a living container has a wanted port.
 fn plan_family(
     nat: &mut Chains<'_>,
-    wanted: &Forwarding,
-    (container, claims): (Cidr, &[ClaimedPort]),
+    request: &FamilyRequest<'_>,
     host_link: Option<&str>,
-    probe: &mut LivenessProbe,
-) -> Result<Plan> {
-    let mut plan = Plan::new(ConflictAction::Displace);
-    let candidate_jumps = candidate_jumps(nat, wanted, (container, claims))?;
-    if wanted.policy == Policy::RefuseIfAlive {
-        plan_displacement(nat, wanted, (container, claims), &candidate_jumps, probe, &mut plan)?;
-        if plan.living_holder.is_some() {
-            return Ok(plan);
+    search: &mut ConflictSearch<'_>,
+) -> Result<Option<Edit>> {
+    let mut edit = Edit::new();
+    let candidate_jumps = candidate_jumps(nat, request)?;
+    if request.wanted.policy == Policy::RefuseIfAlive {
+        plan_displacement(nat, request, &candidate_jumps, search, &mut edit)?;
+        if search.held.is_some() {
+            return Ok(None);
         }
     }
-    plan_shared_rules(nat, wanted, &mut plan.edit)?;
-    plan_own_rules(nat, wanted, (container, claims), &candidate_jumps, host_link, &mut plan)?;
-    Ok(plan)
+    plan_shared_rules(nat, request.wanted, &mut edit)?;
+    for older in plan_own_rules(nat, request, &candidate_jumps, host_link, &mut edit)? {
+        search.remark(older_mapping_remark(&older));
+    }
+    Ok(Some(edit))
 }
 
 /// Whether a section of the container's chain belongs to this attachment: its marker names the
@@ -292,17 +183,20 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
 /// Plans the rules in the container's own chain and the jumps to it, where they differ from the
 /// existing ones. Jumps with conditions are always replaced. `candidate_jumps` contains all rules
 /// of [`DNAT`] that jump to the container's chain.
+///
+/// Returns the mappings of the ports to another address of the container, by rules of Go's plugin
+/// that stay before the new rules; none with [`Policy::Ignore`].
 fn plan_own_rules(
     nat: &mut Chains<'_>,
-    wanted: &Forwarding,
-    (container, claims): (Cidr, &[ClaimedPort]),
+    request: &FamilyRequest<'_>,
     candidate_jumps: &[Rule],
     host_link: Option<&str>,
-    plan: &mut Plan,
-) -> Result<()> {
+    edit: &mut Edit,
+) -> Result<Vec<ClaimedPort>> {
+    let wanted = request.wanted;
     let chain = shape::chain_name(&wanted.attachment);
     let mut new_rules = vec![shape::marker_rule(&wanted.attachment, host_link)];
-    new_rules.extend(claims.iter().flat_map(|claim| shape::mapping_rules(wanted, container, claim)));
+    new_rules.extend(request.claims.iter().flat_map(|claim| shape::mapping_rules(wanted, request.container, claim)));
     let sections = shape::sections(nat.rules(&chain)?);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
     let claims_of_others: Vec<ClaimedPort> = others.iter().flat_map(|section| section.claims()).collect();
@@ -311,45 +205,30 @@ fn plan_own_rules(
         own_rules.len() == new_rules.len() && own_rules.iter().zip(&new_rules).all(|(rule, words)| rule.matches(words));
     if !is_in_place {
         if others.is_empty() {
-            plan.edit.replace_chain(&chain);
+            edit.replace_chain(&chain);
         } else {
             for section in own {
-                delete_section(&mut plan.edit, &chain, section, &claims_of_others);
+                delete_section(edit, &chain, section, &claims_of_others);
             }
         }
         for words in new_rules {
-            plan.edit.append(&chain, words);
-        }
-    }
-    // The chain can still have rules of Go's plugin that map the ports to another address of the
-    // container. They precede the new rules.
-    if wanted.policy == Policy::RefuseIfAlive {
-        let claims_of_go =
-            others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
-        for older in claims_of_go {
-            if claims.iter().any(|claim| claim.overlaps(&older)) {
-                plan.remarks.push(older_mapping_remark(&older));
-            }
+            edit.append(&chain, words);
         }
     }
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();
-    let conditions = wanted.conditions(Family::of(container.address()));
-    plan_jumps(wanted, conditions, &jumps, &claims_of_others, &mut plan.edit);
-    Ok(())
+    plan_jumps(request, &jumps, &claims_of_others, edit);
+    let by_go = others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
+    let is_older = |older: &ClaimedPort| request.claims.iter().any(|claim| claim.overlaps(older));
+    Ok(if wanted.policy == Policy::Ignore { Vec::new() } else { by_go.filter(is_older).collect() })
 }
 
 /// Plans the jumps to the container's chain: adds those that are not among `existing`, and removes
 /// those that are neither wanted nor needed by `claims_of_others`, the claims of other attachments
 /// in the chain.
-fn plan_jumps(
-    wanted: &Forwarding,
-    conditions: &[String],
-    existing: &[&Rule],
-    claims_of_others: &[ClaimedPort],
-    edit: &mut Edit,
-) {
+fn plan_jumps(request: &FamilyRequest<'_>, existing: &[&Rule], claims_of_others: &[ClaimedPort], edit: &mut Edit) {
+    let conditions = request.conditions();
     let mut unmatched: Vec<&Rule> = existing.to_vec();
-    for words in shape::jump_rules(wanted, conditions) {
+    for words in shape::jump_rules(request.wanted, conditions) {
         // Conditions cannot be compared, because the kernel can return them in a form that differs
         // from the configuration: a jump with conditions is always replaced.
         let position =
@@ -371,14 +250,10 @@ fn plan_jumps(
 
 /// Returns the rules of [`DNAT`] for a claimed port and those that jump to the container's chain.
 /// The result can contain some other rules too.
-fn candidate_jumps(
-    nat: &mut Chains<'_>,
-    wanted: &Forwarding,
-    (container, claims): (Cidr, &[ClaimedPort]),
-) -> Result<Vec<Rule>> {
-    let ports: Vec<u16> = claims.iter().map(|claim| claim.host_port).collect();
-    let chain = shape::chain_name(&wanted.attachment);
-    let search = JumpSearch { ports: &ports, target: &chain, address: Some(container.address()) };
+fn candidate_jumps(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<Vec<Rule>> {
+    let ports: Vec<u16> = request.claims.iter().map(|claim| claim.host_port).collect();
+    let chain = shape::chain_name(&request.wanted.attachment);
+    let search = JumpSearch { ports: &ports, target: &chain, address: Some(request.container.address()) };
     nat.find_jumps(DNAT, search, shape::JUMP_KEYS)
 }
 

@@ -4,51 +4,118 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use cni::Cidr;
+use cni::machine::OnSigterm;
 
-use super::super::conflict::{Fate, LivenessProbe};
-use super::super::{ClaimedPort, Forwarding, Holder};
+use super::super::conflict::ConflictSearch;
+use super::super::{ClaimedPort, Holder};
 use super::shape::{self, DNAT, Jump, MappingRules, Section};
-use super::{Chains, Plan, can_match_any, jumps_to};
-use crate::iptables::Rule;
+use super::{Chains, FamilyRequest, can_match_any, candidate_jumps, jumps_to, program_name};
+use crate::Backend;
+use crate::engine::Store;
+use crate::iptables::{Edit, Iptables, Rule, Variant};
 use cni::AttachmentId;
 use cni_linux::error::Result;
-use cni_linux::route::Family;
 
-/// Adds to `plan` the removal of dead containers' rules: those that lead to this container's
-/// address and, if `plan.conflict_action` is to displace them, those for the wanted ports. If a
-/// living container has a wanted port, stops and sets `plan.living_holder`. `candidate_jumps` are
-/// the rules of [`DNAT`] that may be for the ports. If the search by address fails, adds a remark
-/// to the plan instead of failing.
-pub(super) fn plan_displacement(
-    nat: &mut Chains<'_>,
-    wanted: &Forwarding,
-    (container, claims): (Cidr, &[ClaimedPort]),
-    candidate_jumps: &[Rule],
-    probe: &mut LivenessProbe,
-    plan: &mut Plan,
+/// Looks in the tables in which the ADD makes no rules for a living container that has a wanted
+/// port: those of both variants or, if the ADD maps ports with iptables, those of the variant that
+/// it does not use. In the tables before that one, removes rules of dead containers that lead to
+/// the container's addresses. In a family without a mapping, iptables-legacy is not read, because
+/// that would cost a process.
+///
+/// # Errors
+/// If tables cannot be read, or on SIGTERM. If stale rules cannot be removed, or iptables-legacy
+/// cannot be read, only adds a remark.
+pub(in super::super) fn search_other_tables(
+    store: &Store<'_>,
+    search: &mut ConflictSearch<'_>,
+    written: Option<Backend>,
 ) -> Result<()> {
-    // Chains with another prefix, to which an administrator may jump from DNAT, are not touched.
-    let own_chain = shape::chain_name(&wanted.attachment);
-    let is_of_other_container = |chain: &str| chain.starts_with(shape::PREFIX) && chain != own_chain;
-    let mut port_chains = BTreeSet::new();
-    for jump in candidate_jumps.iter().filter_map(Jump::read) {
-        if is_of_other_container(&jump.chain) && claims.iter().any(|claim| jump.can_match(claim)) {
-            port_chains.insert(jump.chain);
+    let mut iptables = store.open(OnSigterm::Kill)?;
+    for request in search.wanted.families_with_address() {
+        let (family, is_mapped) = (request.family, !request.claims.is_empty());
+        let is_written = is_mapped && written == Some(Backend::Iptables);
+        let written_variant = if is_written { iptables.chosen_variant(family)? } else { None };
+        for variant in iptables.variants_to_search(family, &[DNAT])? {
+            // Most containers map no port: their ADD must not cost a process.
+            if Some(variant) == written_variant || (variant == Variant::Legacy && !is_mapped) {
+                continue;
+            }
+            let name = format!("{}-{variant}", program_name(family));
+            search.begin_in_other_tables(&name);
+            match search_table(&mut iptables, &request, variant, search) {
+                Err(error) if variant == Variant::Legacy && !error.is_terminated() => search.add_remark(format!(
+                    "{name} has a table nat, but it was not searched for other containers' host ports: {error}"
+                )),
+                result => result?,
+            }
+            if search.held.is_some() {
+                return Ok(());
+            }
         }
     }
-    for chain in &port_chains {
-        plan_displacement_in_chain(nat, wanted, (container, claims), chain, probe, plan)?;
-        if plan.living_holder.is_some() {
-            return Ok(());
+    Ok(())
+}
+
+/// Searches the table of one family and variant, and removes the stale rules. Takes the lock only
+/// if there are any.
+fn search_table(
+    iptables: &mut Iptables<'_>,
+    request: &FamilyRequest<'_>,
+    variant: Variant,
+    search: &mut ConflictSearch<'_>,
+) -> Result<()> {
+    let plan = |nat: &mut Chains<'_>, search: &mut ConflictSearch<'_>| {
+        // Jumps are found by port numbers, so without a port there are none to find.
+        let jumps = if request.claims.is_empty() { Vec::new() } else { candidate_jumps(nat, request)? };
+        let mut edit = Edit::new();
+        plan_displacement(nat, request, &jumps, search, &mut edit)?;
+        // If a living container has a wanted port, nothing is changed.
+        Ok(if search.held.is_some() { Edit::new() } else { edit })
+    };
+    let edit = plan(&mut iptables.read(request.family, variant)?, search)?;
+    if edit.is_empty() {
+        return Ok(());
+    }
+    match iptables.change(request.family, variant, |nat| plan(nat, search)) {
+        Err(error) if error.is_terminated() => return Err(error),
+        Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
+        Ok(()) => {}
+    }
+    Ok(())
+}
+
+/// Adds to `edit` the removal of dead containers' rules: those that lead to this container's
+/// address and, in the tables in which the ADD makes its rules, those for the wanted ports. If a
+/// living container has a wanted port, stops; then `edit` must not be applied. `candidate_jumps`
+/// are the rules of [`DNAT`] that may be for the ports. If the search by address fails, adds a
+/// remark instead of failing.
+pub(super) fn plan_displacement(
+    nat: &mut Chains<'_>,
+    request: &FamilyRequest<'_>,
+    candidate_jumps: &[Rule],
+    search: &mut ConflictSearch<'_>,
+    edit: &mut Edit,
+) -> Result<()> {
+    // Chains with another prefix, to which an administrator may jump from DNAT, are not touched.
+    let own_chain = shape::chain_name(&request.wanted.attachment);
+    let is_of_other_container = |chain: &str| chain.starts_with(shape::PREFIX) && chain != own_chain;
+    // The own chain is among those that need no search by address.
+    let mut searched_chains = BTreeSet::from([own_chain.clone()]);
+    for jump in candidate_jumps.iter().filter_map(Jump::read) {
+        let can_match = request.claims.iter().any(|claim| jump.can_match(claim));
+        if is_of_other_container(&jump.chain) && can_match && searched_chains.insert(jump.chain.clone()) {
+            plan_displacement_in_chain(nat, request, &jump.chain, search, edit)?;
+            if search.held.is_some() {
+                return Ok(());
+            }
         }
     }
     // The wanted ports work even if rules for other ports lead to this container too, so the ADD
     // does not fail.
-    if let Err(error) = plan_displacement_by_address(nat, wanted, (container, claims), &port_chains, probe, plan) {
-        plan.remarks.push(format!(
+    if let Err(error) = plan_displacement_by_address(nat, request, &searched_chains, search, edit) {
+        search.remark(format_args!(
             "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
-            container.address()
+            request.container.address()
         ));
     }
     Ok(())
@@ -58,85 +125,79 @@ pub(super) fn plan_displacement(
 /// address, except `searched_chains`. Fails if other processes keep changing rules.
 fn plan_displacement_by_address(
     nat: &mut Chains<'_>,
-    wanted: &Forwarding,
-    (container, claims): (Cidr, &[ClaimedPort]),
+    request: &FamilyRequest<'_>,
     searched_chains: &BTreeSet<String>,
-    probe: &mut LivenessProbe,
-    plan: &mut Plan,
+    search: &mut ConflictSearch<'_>,
+    edit: &mut Edit,
 ) -> Result<()> {
-    let own_chain = shape::chain_name(&wanted.attachment);
-    for chain in nat.list_chains_for_address(shape::PREFIX, container.address(), DNAT)? {
-        if chain == own_chain || searched_chains.contains(&chain) {
+    for chain in nat.list_chains_for_address(shape::PREFIX, request.container.address(), DNAT)? {
+        if searched_chains.contains(&chain) {
             continue;
         }
-        nat.with_few_retries(|nat| plan_displacement_in_chain(nat, wanted, (container, claims), &chain, probe, plan))?;
-        if plan.living_holder.is_some() {
+        nat.with_few_retries(|nat| {
+            search.remarks_of(|search| plan_displacement_in_chain(nat, request, &chain, search, edit))
+        })?;
+        if search.held.is_some() {
             break;
         }
     }
     Ok(())
 }
 
-/// Does [`plan_displacement`] for `chain`, the chain of another container. On failure the plan is
+/// Does [`plan_displacement`] for `chain`, the chain of another container. On failure `edit` is
 /// unchanged.
 fn plan_displacement_in_chain(
     nat: &mut Chains<'_>,
-    wanted: &Forwarding,
-    (container, claims): (Cidr, &[ClaimedPort]),
+    request: &FamilyRequest<'_>,
     chain: &str,
-    probe: &mut LivenessProbe,
-    plan: &mut Plan,
+    search: &mut ConflictSearch<'_>,
+    edit: &mut Edit,
 ) -> Result<()> {
     let jumps = jumps_to(nat, chain)?;
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(()) };
-    let other = OtherChain::new(chain, wanted, container.address(), &jumps);
+    let other = OtherChain::new(chain, request, &jumps);
     let sections = shape::sections(&content.rules);
     let (mut removed, mut kept): (Vec<&Rule>, Vec<&MappingRules>) = (Vec::new(), Vec::new());
-    let mut remarks = Vec::new();
     for section in &sections {
-        let mut has_kept_mapping = false;
+        let kept_count = kept.len();
         for mapping in &section.mappings {
-            let fate = match other.holder_of(section, mapping, claims) {
-                Some(holder) => probe.decide(wanted, holder, plan.conflict_action, &mut remarks)?,
-                None => Fate::Keep,
+            let is_removed = match other.holder_of(section, mapping, &request.claims) {
+                Some(holder) => search.decide_removal(holder)?,
+                None => false,
             };
-            match fate {
-                Fate::Keep => {
-                    kept.push(mapping);
-                    has_kept_mapping = true;
-                }
-                Fate::Remove => removed.extend(&mapping.rules),
-                Fate::RefuseAdd(holder) => {
-                    plan.living_holder = Some(holder);
-                    return Ok(());
-                }
+            if search.held.is_some() {
+                return Ok(());
+            }
+            if is_removed {
+                removed.extend(&mapping.rules);
+            } else {
+                kept.push(mapping);
             }
         }
-        // A marker that never had a mapping, written by `ensure_empty_chains`, is kept.
-        if !has_kept_mapping && !section.mappings.is_empty() {
+        // A marker that never had a mapping, written by `ensure_empty_chain`, is kept.
+        if kept.len() == kept_count && !section.mappings.is_empty() {
             removed.extend(&section.marker);
         }
     }
-    plan.remarks.append(&mut remarks);
     // An empty chain is kept too: it does not show its owner.
     if removed.is_empty() {
         return Ok(());
     }
     if kept.is_empty() {
         for jump in &jumps {
-            plan.edit.delete(DNAT, jump);
+            edit.delete(DNAT, jump);
         }
-        plan.edit.delete_chain(chain, &content);
+        edit.delete_chain(chain, &content);
         return Ok(());
     }
     for rule in removed {
-        plan.edit.delete(chain, rule);
+        edit.delete(chain, rule);
     }
     // `None` if the claim of a kept mapping is unknown: the mapping may need any of the jumps.
     let kept_claims: Option<Vec<ClaimedPort>> = kept.iter().map(|mapping| mapping.claim).collect();
     if let Some(kept_claims) = kept_claims {
         for jump in jumps.iter().filter(|jump| !can_match_any(jump, &kept_claims)) {
-            plan.edit.delete(DNAT, jump);
+            edit.delete(DNAT, jump);
         }
     }
     Ok(())
@@ -159,13 +220,13 @@ struct OtherChain<'t> {
 }
 
 impl<'t> OtherChain<'t> {
-    /// Describes `chain`. `jumps` are all rules of [`DNAT`] that jump to the chain; `wanted` and
-    /// `address` are those of the ADD.
-    fn new(chain: &'t str, wanted: &'t Forwarding, address: IpAddr, jumps: &'t [Rule]) -> OtherChain<'t> {
-        let conditions_differ = !wanted.conditions(Family::of(address)).is_empty()
-            || jumps.iter().filter_map(Jump::read).any(|jump| jump.has_conditions);
+    /// Describes `chain`. `jumps` are all rules of [`DNAT`] that jump to the chain.
+    fn new(chain: &'t str, request: &'t FamilyRequest<'_>, jumps: &'t [Rule]) -> OtherChain<'t> {
+        let conditions_differ =
+            !request.conditions().is_empty() || jumps.iter().filter_map(Jump::read).any(|jump| jump.has_conditions);
         let jump_owner = jumps.iter().find_map(|jump| shape::read_comment(jump.comment()?));
-        OtherChain { chain, attachment: &wanted.attachment, address, jump_owner, conditions_differ }
+        let (attachment, address) = (&request.wanted.attachment, request.container.address());
+        OtherChain { chain, attachment, address, jump_owner, conditions_differ }
     }
 
     /// Returns the container that has this mapping, if the mapping claims a wanted port or leads to

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use super::super::{ClaimedPort, Removal};
+use super::super::ClaimedPort;
+use super::jumps_to;
 use super::shape::{self, DNAT, Jump, SNAT, Section};
-use super::{IptablesPortMap, jumps_to, program_name};
-use crate::iptables::{Chain, Chains, Edit, FAMILIES, Reading, Rule, Variant};
+use crate::engine::Store;
+use crate::iptables::{Chain, Chains, Edit, Rule};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
-use cni_linux::error::{Error, Result};
+use cni_linux::error::Result;
 
 /// The network and the container ID from the comment of a jump.
 pub(super) struct JumpOwner {
@@ -16,110 +17,77 @@ pub(super) struct JumpOwner {
     container_id: String,
 }
 
-impl IptablesPortMap<'_> {
-    /// Removes the rules of the selected attachments, in both families and variants. Starts no
-    /// process where netlink finds nothing and there is no legacy table.
-    ///
-    /// Rules made by these plugins name their attachment in a marker. The rules of Go's plugin have
-    /// only the network and the container ID, in the comments of the jumps to their chain:
-    /// - For one attachment they stay if addresses of their family are known and they lead to
-    ///   another one.
-    /// - As garbage they are removed if such comments exist, and all name the network and a
-    ///   container without a valid attachment.
-    pub fn purge(&mut self, filter: AttachmentFilter<'_>) -> Removal {
-        match filter {
-            AttachmentFilter::One { attachment, untagged } => self.purge_one(attachment, untagged),
-            AttachmentFilter::Garbage { network, valid } => {
-                let selected = filter.owners(ALIAS);
-                let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
-                let is_garbage_owner = |owner: &JumpOwner| {
-                    owner.network == network && !valid_containers.contains(owner.container_id.as_str())
-                };
-                let is_garbage = |section: &Section, owners: &[JumpOwner]| match section.alias() {
-                    Some(alias) => selected.contains(alias),
-                    None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
-                };
-                self.remove_everywhere(&[DNAT], Reading::BeforeLock, |nat, edit| plan_garbage(nat, edit, is_garbage))
-            }
+/// Removes the rules of the selected attachments, in both families and variants. Adds the claims of
+/// these rules to `claims` even if the removal fails. Starts no process where netlink finds nothing
+/// and there is no legacy table.
+///
+/// Rules made by these plugins name their attachment in a marker. The rules of Go's plugin have
+/// only the network and the container ID, in the comments of the jumps to their chain:
+/// - For one attachment they stay if addresses of their family are known and they lead to another
+///   one.
+/// - As garbage they are removed if such comments exist, and all name the network and a container
+///   without a valid attachment.
+pub(in super::super) fn purge(
+    store: &Store<'_>,
+    filter: AttachmentFilter<'_>,
+    claims: &mut BTreeSet<ClaimedPort>,
+) -> Result<()> {
+    match filter {
+        AttachmentFilter::One { attachment, untagged } => {
+            let chains = [shape::chain_name(attachment), shape::snat_chain_name(attachment)];
+            store.purge_in_iptables(filter, &chains.each_ref().map(String::as_str), |nat| {
+                let mut edit = Edit::new();
+                claims.extend(plan_removal_of_one(nat, &mut edit, attachment, untagged)?);
+                Ok(edit)
+            })
+        }
+        AttachmentFilter::Garbage { network, valid } => {
+            let selected = filter.owners(ALIAS);
+            let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
+            let is_garbage_owner =
+                |owner: &JumpOwner| owner.network == network && !valid_containers.contains(owner.container_id.as_str());
+            let is_garbage = |section: &Section, owners: &[JumpOwner]| match section.alias() {
+                Some(alias) => selected.contains(alias),
+                None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
+            };
+            store.purge_in_iptables(filter, &[DNAT], |nat| {
+                let mut edit = Edit::new();
+                claims.extend(plan_garbage(nat, &mut edit, is_garbage)?);
+                Ok(edit)
+            })
         }
     }
+}
 
-    /// Does [`purge`](IptablesPortMap::purge) for one attachment.
-    fn purge_one(&mut self, attachment: &AttachmentId, untagged: Untagged<'_>) -> Removal {
-        let (chain, snat_chain) = (shape::chain_name(attachment), shape::snat_chain_name(attachment));
-        self.remove_everywhere(&[&chain, &snat_chain], Reading::UnderLock, |nat, edit| {
-            let known = untagged.addresses_in(nat.family());
-            let claims = plan_removal(nat, edit, &chain, |section, owners| {
-                // Go's plugin made the sections without an alias.
-                let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
-                let is_kept = section.alias().is_none() && section.address().is_some_and(leads_elsewhere);
-                may_belong(section, owners, attachment) && !is_kept
-            })?;
-            // Very old releases of Go's plugin made this second chain.
-            if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
-                for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&snat_chain)) {
-                    edit.delete(SNAT, rule);
-                }
-                edit.delete_chain(&snat_chain, &snat_content);
-            }
-            Ok(claims)
-        })
+/// Adds to `edit` what [`purge`] removes for one attachment. Returns the claims of these rules.
+fn plan_removal_of_one(
+    nat: &mut Chains<'_>,
+    edit: &mut Edit,
+    attachment: &AttachmentId,
+    untagged: Untagged<'_>,
+) -> Result<Vec<ClaimedPort>> {
+    let known = untagged.addresses_in(nat.family());
+    let is_removed = |section: &Section, owners: &[JumpOwner]| {
+        // Go's plugin made the sections without an alias.
+        let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
+        let is_kept = section.alias().is_none() && section.address().is_some_and(leads_elsewhere);
+        may_belong(section, owners, attachment) && !is_kept
+    };
+    let mut claims = Vec::new();
+    let chain = shape::chain_name(attachment);
+    if let Some(content) = nat.chain(&chain)?.cloned() {
+        let jumps = jumps_to(nat, &chain)?;
+        claims = plan_removal_from(edit, (&chain, &content), &jumps, is_removed);
     }
-
-    /// Whether the container of the attachment has a chain in any family and variant.
-    pub fn holds(&mut self, attachment: &AttachmentId) -> Result<bool> {
-        let chain = shape::chain_name(attachment);
-        for family in FAMILIES {
-            for variant in self.iptables.variants_to_search(family, &[&chain])? {
-                // iptables-nft is among the variants only if it has the chain.
-                if variant == Variant::Nft || self.iptables.read(family, variant)?.has_chain(&chain)? {
-                    return Ok(true);
-                }
-            }
+    // Very old releases of Go's plugin made this second chain.
+    let snat_chain = shape::snat_chain_name(attachment);
+    if let Some(snat_content) = nat.chain(&snat_chain)?.cloned() {
+        for rule in nat.rules(SNAT)?.iter().filter(|rule| rule.target() == Some(&snat_chain)) {
+            edit.delete(SNAT, rule);
         }
-        Ok(false)
+        edit.delete_chain(&snat_chain, &snat_content);
     }
-
-    /// Makes removals in every family and variant that may have one of the `chains`. `plan` adds
-    /// the removals in one table to the edit, and returns the claims of these rules. An error in
-    /// one family or variant does not stop the others, and its claims are returned too.
-    fn remove_everywhere(
-        &mut self,
-        chains: &[&str],
-        reading: Reading,
-        mut plan: impl FnMut(&mut Chains<'_>, &mut Edit) -> Result<Vec<ClaimedPort>>,
-    ) -> Removal {
-        let (mut claims, mut remarks, mut results) = (Vec::new(), Vec::new(), Vec::new());
-        for family in FAMILIES {
-            let variants = self.iptables.variants_to_search(family, chains).unwrap_or_else(|error| {
-                results.push(Err(error));
-                // iptables-nft cannot be read; iptables-legacy can be, with its own programs.
-                vec![Variant::Legacy]
-            });
-            for variant in variants {
-                match self.iptables.can_remove(family, variant) {
-                    Ok(true) => {
-                        let mut planned_claims = Vec::new();
-                        results.push(self.iptables.remove(family, variant, reading, |nat| {
-                            let mut edit = Edit::new();
-                            planned_claims = plan(nat, &mut edit)?;
-                            Ok(edit)
-                        }));
-                        claims.append(&mut planned_claims);
-                    }
-                    Ok(false) => {
-                        let name = program_name(family);
-                        remarks.push(format!(
-                            "{name}-{variant} is not installed, but may have a table nat: stale host port rules in it \
-                             were not removed. Install {name}-{variant} and repeat the call"
-                        ));
-                    }
-                    Err(error) => results.push(Err(error)),
-                }
-            }
-        }
-        Removal { claims, remarks, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
-    }
+    Ok(claims)
 }
 
 /// Whether a section of the container's chain belongs, or may belong, to the attachment. `owners`
@@ -135,24 +103,9 @@ fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId
     owners.is_empty() || owners.iter().any(is_owner)
 }
 
-/// Adds to `edit` the removal of the sections of `chain` for which `is_removed` is true, of the
-/// jumps that no kept section needs, and of the chain if no section is kept. `is_removed` is called
-/// with a section and the owners from the comments of the jumps to the chain. Returns the claims of
-/// the removed sections.
-pub(super) fn plan_removal(
-    nat: &mut Chains<'_>,
-    edit: &mut Edit,
-    chain: &str,
-    is_removed: impl Fn(&Section, &[JumpOwner]) -> bool,
-) -> Result<Vec<ClaimedPort>> {
-    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(Vec::new()) };
-    let jumps = jumps_to(nat, chain)?;
-    Ok(plan_removal_from(edit, (chain, &content), &jumps, is_removed))
-}
-
 /// Adds to `edit` the removal of the sections of all containers' chains for which `is_garbage` is
-/// true, as [`plan_removal`] does for one chain. Reads each chain once. Returns the claims of the
-/// removed sections.
+/// true, as [`plan_removal_from`] does for one chain. Reads each chain once. Returns the claims of
+/// the removed sections.
 pub(super) fn plan_garbage(
     nat: &mut Chains<'_>,
     edit: &mut Edit,
@@ -172,7 +125,10 @@ pub(super) fn plan_garbage(
     Ok(claims)
 }
 
-/// Does [`plan_removal`] for a chain with its content, and all `jumps` to it.
+/// Adds to `edit` the removal of the sections of a chain for which `is_removed` is true, of the
+/// `jumps` that no kept section needs, and of the chain if no section is kept. `jumps` are all
+/// jumps to the chain; `is_removed` is called with a section and the owners from their comments.
+/// Returns the claims of the removed sections.
 fn plan_removal_from(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),

@@ -7,15 +7,17 @@ use std::time::Duration;
 
 use cni_testkit::program;
 
-use super::super::{Mapping, Protocol};
+use super::super::{Mapping, PortMap, Protocol};
 use super::shape::{Jump, Section, sections};
 use super::*;
-use crate::iptables::{Folders, NetnsLock, split};
+use crate::Backend;
+use crate::iptables::{Folders, NetnsLock, Table, split};
 use crate::nft::{self, Batch, Nft};
-use crate::owner::AttachmentFilter;
 use crate::testing::shell;
 use crate::testing::{in_new_netns, machine, skip};
 use cni::AttachmentId;
+use cni::machine::{Machine, OnSigterm};
+use cni::rollback::Notes;
 
 fn rules(lines: &[&str]) -> Vec<Rule> {
     lines.iter().map(|line| Rule { words: split(line), handle: None, whole: true }).collect()
@@ -140,14 +142,12 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
     with_legacy(|| {
         let (machine, locks, wanted) = (machine(), tempfile::tempdir().unwrap(), forwarding());
         let folders = Folders::new(std::env::var_os("PATH")).with_lock_folder(locks.path());
-        let open = |on_sigterm| {
-            Iptables::open_with(Table::Nat, &machine, Notes::silent(), on_sigterm, folders.clone()).unwrap()
-        };
+        let mut portmap = PortMap::new(&machine, Notes::silent());
+        portmap.store.folders = folders;
         let mut changed = false;
-        IptablesPortMap::new(open(OnSigterm::Kill)).ensure(&wanted, &mut changed).unwrap();
-        assert!(changed);
-        let mut backend = IptablesPortMap::new(open(OnSigterm::Finish));
-        assert!(backend.holds(&wanted.attachment).unwrap());
+        assert_eq!(portmap.ensure(&wanted, Backend::Iptables, &mut changed).unwrap(), None);
+        let has_chain = || shell("iptables-save -t nat").contains(&shape::chain_name(&wanted.attachment));
+        assert!(changed && has_chain());
         let lock = NetnsLock::acquire(&machine, OnSigterm::Kill, locks.path(), Duration::from_secs(30)).unwrap();
         nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), nix::sys::signal::Signal::SIGTERM).unwrap();
         assert!(machine.terminated());
@@ -156,11 +156,21 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
                 std::thread::sleep(Duration::from_millis(100));
                 drop(lock);
             });
-            let addresses = wanted.addresses();
-            backend.purge(AttachmentFilter::for_del(&wanted.attachment, &addresses)).outcome.unwrap();
+            portmap.undo(&wanted, Backend::Iptables).unwrap();
         });
-        assert!(!backend.holds(&wanted.attachment).unwrap());
+        assert!(!has_chain());
     });
+}
+
+/// Searches both variants for rules of other containers, and returns the remarks.
+#[track_caller]
+fn remarks_of_search(machine: &dyn Machine, folders: Option<Folders>, wanted: &Forwarding) -> Vec<String> {
+    let mut store = Store::new(machine, Notes::silent(), Table::Nat, "");
+    store.folders = folders.unwrap_or(store.folders);
+    let mut search = ConflictSearch::new(wanted);
+    search_other_tables(&store, &mut search, None).unwrap();
+    assert_eq!(search.held, None);
+    search.take_remarks()
 }
 
 #[test]
@@ -173,11 +183,8 @@ fn add_only_notes_that_a_legacy_program_it_reads_with_failed() {
             program::script(folder.path().join(format!("iptables-legacy-{job}")), script);
         }
         let folders = Folders::only([folder.path().to_owned()]);
-        let iptables = Iptables::open_with(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill, folders).unwrap();
-        let mut backend = IptablesPortMap::new(iptables);
-        let conflicts = backend.conflicts(&forwarding(), UnreadTables::Both).unwrap();
-        assert!(conflicts.held.is_none());
-        let [remark] = &conflicts.remarks[..] else { panic!("{:?}", conflicts.remarks) };
+        let remarks = remarks_of_search(&machine, Some(folders), &forwarding());
+        let [remark] = &remarks[..] else { panic!("{remarks:?}") };
         for words in
             ["iptables-legacy has a table nat", "libip4tc.so.2", "it was not searched for other containers' host ports"]
         {
@@ -201,12 +208,9 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
         }
         shell(&format!("iptables-nft-restore <<'EOF'\n{text}COMMIT\nEOF"));
         let (machine, wanted) = (machine(), Forwarding { mappings: Vec::new(), ..forwarding() });
-        let search = || {
-            let iptables = Iptables::open(Table::Nat, &machine, Notes::silent(), OnSigterm::Kill).unwrap();
-            IptablesPortMap::new(iptables).conflicts(&wanted, UnreadTables::Both).unwrap()
-        };
+        let search = || remarks_of_search(&machine, None, &wanted);
         // The rule names another network, so it is found again by each search.
-        let alone = cni_testkit::cost(|| assert!(search().remarks[0].contains("the rule was not removed")));
+        let alone = cni_testkit::cost(|| assert!(search()[0].contains("the rule was not removed")));
         let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
         let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
@@ -224,8 +228,8 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
             let beside_writer = cni_testkit::cost(|| {
                 for _ in 0..5 {
                     let found = search();
-                    let is_expected = |words| found.remarks[0].contains(words);
-                    assert!(is_expected("was not removed") || is_expected("changed the rules"), "{:?}", found.remarks);
+                    let is_expected = |words| found[0].contains(words);
+                    assert!(is_expected("was not removed") || is_expected("changed the rules"), "{found:?}");
                 }
             });
             let changes = changes.load(Ordering::Relaxed);

@@ -3,9 +3,10 @@
 use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
-use super::shape::{self, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
-use super::{Identity, NftPortMap, State, identity, read_state};
-use crate::nft::{Expr, Nft};
+use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
+use super::state::{ContainerRule, Shared, read_rules, rules_of_attachment};
+use super::{FamilyPlan, Identity, Ownership, mappings_to_other_addresses};
+use crate::nft::{Expr, Key, Nft};
 use cni_linux::error::Result;
 
 /// The existing rules of an attachment in one family.
@@ -27,18 +28,16 @@ struct OwnMapping<'s> {
 }
 
 impl<'s> OwnRules<'s> {
-    /// Selects the attachment's rules in `state`.
-    fn new(state: &'s State, identity: &Identity, addresses: &[IpAddr]) -> OwnRules<'s> {
+    /// Selects the attachment's rules.
+    fn new(rules: &'s [ContainerRule], identity: &Identity, addresses: &[IpAddr]) -> OwnRules<'s> {
         let mut own = OwnRules { has_go_rules: true, ..OwnRules::default() };
-        for (chain, rules) in &state.rules {
-            for listed in identity.own_rules(rules, addresses, shape::container) {
-                own.has_go_rules &= identity.ownership_of(&listed.rule) == identity::Ownership::Container;
-                let exprs = listed.rule.exprs.as_slice();
-                if *chain == MASQUERADING {
-                    own.masquerades.push(exprs);
-                } else if let Some((claim, _)) = shape::read_mapping(&listed.rule) {
-                    own.mappings.push(OwnMapping { claim, exprs });
-                }
+        for found in rules.iter().filter(|found| identity.owns(&found.listed.rule, addresses)) {
+            own.has_go_rules &= identity.ownership_of(&found.listed.rule) == Ownership::Container;
+            let exprs = found.listed.rule.exprs.as_slice();
+            if found.chain == MASQUERADING {
+                own.masquerades.push(exprs);
+            } else if let Some(claim) = found.claim() {
+                own.mappings.push(OwnMapping { claim, exprs });
             }
         }
         own.has_go_rules &= !(own.mappings.is_empty() && own.masquerades.is_empty());
@@ -64,46 +63,60 @@ impl<'s> OwnRules<'s> {
     }
 }
 
-impl NftPortMap {
-    /// Returns a sentence for each rule that differs from what [`ensure`](NftPortMap::ensure)
-    /// writes; empty if there is no difference. Accepts duplicates, and the rules of Go's plugin,
-    /// which has the conditions in the base chains.
-    pub fn check(&mut self, wanted: &Forwarding) -> Result<Vec<String>> {
-        let identity = Identity::new(&wanted.attachment);
-        // No claims are passed, so that rules of other containers for the ports are not read.
-        let read = |nft: &mut Nft| {
-            let families = wanted.families();
-            families
-                .map(|(container, _)| read_state(nft, container, wanted, &identity, &[], true))
-                .collect::<Result<Vec<_>>>()
-        };
-        let states = self.nft.read_at_once("failed to read the host ports in nftables", read)?;
-        let mut differences = Vec::new();
-        for ((container, claims), state) in wanted.families().zip(states) {
-            let own = OwnRules::new(&state, &identity, &wanted.addresses());
-            differences.extend(shared_chain_differences(&state, &own));
-            differences.extend(mapping_differences(wanted, &claims, &state, &own));
-            let container = container.address();
-            // Go's plugin ignores `masqAll` with nftables.
-            let has_go_masquerades =
-                own.has_go_rules && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
-            if !own.has_masquerades(container, wanted.snat) && !has_go_masquerades {
-                let table = shape::table(state.family);
-                differences.push(format!("nft chain {table} {MASQUERADING} lacks a masquerade rule for {container}"));
-            }
+/// Returns a sentence for each rule that differs from what [`ensure`](super::ensure) writes; empty
+/// if there is no difference, `None` if the attachment has no rule. Accepts duplicates, and the
+/// rules of Go's plugin, which has the conditions in the base chains.
+pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>> {
+    let (identity, addresses) = (Identity::new(&wanted.attachment), wanted.addresses());
+    // Rules of other containers for the ports are not read.
+    let keys = [Key::comment(&identity.comment)];
+    let read = |nft: &mut Nft| {
+        let families = wanted.families().map(|request| {
+            let shared = Shared::read(nft, request.family, wanted.snat)?;
+            let rules = read_rules(nft, request.family, &shared.chains, &keys, true)?;
+            Ok(FamilyPlan { request, shared, rules })
+        });
+        families.collect::<Result<Vec<_>>>()
+    };
+    let mut nft = Nft::open()?;
+    let what = "failed to read the host ports in nftables";
+    let found = nft.read_at_once(what, read)?;
+    let has_own = |rules: &[ContainerRule]| rules.iter().any(|found| identity.owns(&found.listed.rule, &addresses));
+    if !found.iter().any(|family| has_own(&family.rules)) {
+        // The attachment may still have rules in a family in which no port is mapped.
+        let all = nft.read_at_once(what, |nft| rules_of_attachment(nft, &identity))?;
+        if !has_own(&all) {
+            return Ok(None);
         }
-        Ok(differences)
     }
+    Ok(Some(found.iter().flat_map(|family| differences_in(family, &identity)).collect()))
+}
+
+/// Returns the differences in one family.
+fn differences_in(found: &FamilyPlan<'_>, identity: &Identity) -> Vec<String> {
+    let FamilyPlan { request, shared, rules } = found;
+    let (wanted, container) = (request.wanted, request.container.address());
+    let own = OwnRules::new(rules, identity, &wanted.addresses());
+    let mut differences = shared_chain_differences(shared, &own);
+    differences.extend(mapping_differences(found, identity, &own));
+    // Go's plugin ignores `masqAll` with nftables.
+    let has_go_masquerades =
+        own.has_go_rules && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
+    if !own.has_masquerades(container, wanted.snat) && !has_go_masquerades {
+        let table = shape::table(request.family);
+        differences.push(format!("nft chain {table} {MASQUERADING} lacks a masquerade rule for {container}"));
+    }
+    differences
 }
 
 /// Returns a sentence for each shared chain that is missing or lacks a jump.
-fn shared_chain_differences(state: &State, own: &OwnRules<'_>) -> Vec<String> {
-    let table = shape::table(state.family);
+fn shared_chain_differences(shared: &Shared, own: &OwnRules<'_>) -> Vec<String> {
+    let table = shape::table(shared.family);
     let mut differences = Vec::new();
-    for chain in &state.missing_chains {
+    for chain in &shared.missing_chains {
         differences.push(format!("nft chain {table} {chain} is missing"));
     }
-    for chain in state.chains_without_jump() {
+    for chain in shared.chains_without_jump() {
         // Go's jumps in the base chains have conditions, so they are not found.
         if own.has_go_rules && chain != HOSTPORTS_ALL {
             continue;
@@ -115,10 +128,10 @@ fn shared_chain_differences(state: &State, own: &OwnRules<'_>) -> Vec<String> {
 
 /// Returns a sentence for each claim that is not mapped, for each claim for which a mapping to
 /// another address takes precedence, and for each mapping of the attachment that is not wanted.
-fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &State, own: &OwnRules<'_>) -> Vec<String> {
-    let table = shape::table(state.family);
-    let identity = Identity::new(&wanted.attachment);
-    let conditions = conditions::compile(wanted.conditions(state.family), state.family).ok();
+fn mapping_differences(found: &FamilyPlan<'_>, identity: &Identity, own: &OwnRules<'_>) -> Vec<String> {
+    let FamilyPlan { request, rules, .. } = found;
+    let (table, claims) = (shape::table(request.family), &request.claims);
+    let conditions = conditions::compile(request.conditions(), request.family).ok();
     let conditions = conditions.as_deref();
     let mut differences = Vec::new();
     for claim in claims {
@@ -127,9 +140,9 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
             differences.push(format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to {address}"));
         }
     }
-    let to_other_addresses = state.mappings_to_other_addresses(&identity, &wanted.addresses());
+    let to_other_addresses = mappings_to_other_addresses(rules, identity, &request.wanted.addresses());
     for claim in claims {
-        if let Some(first) = state.first_mapping(&identity, claim)
+        if let Some(first) = first_mapping(rules, identity, claim)
             && to_other_addresses.contains(&first)
         {
             let address = first.container;
@@ -152,13 +165,12 @@ fn mapping_differences(wanted: &Forwarding, claims: &[ClaimedPort], state: &Stat
     differences
 }
 
-impl State {
-    /// Returns the shared chains that exist and lack a jump to the next chain.
-    fn chains_without_jump(&self) -> Vec<&'static str> {
-        let mut chains: Vec<&'static str> = self.missing_rules.iter().map(|(chain, _)| *chain).collect();
-        // A chain can lack both of its jumps.
-        chains.dedup();
-        chains.retain(|chain| !self.missing_chains.contains(chain));
-        chains
-    }
+/// Returns the first mapping of this container that a packet for `claim` can match. Packets pass
+/// [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
+fn first_mapping(rules: &[ContainerRule], identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
+    let of_chain = |chain| rules.iter().filter(move |found| found.chain == chain);
+    let of_container = of_chain(HOSTIP_HOSTPORTS)
+        .chain(of_chain(HOSTPORTS))
+        .filter(|found| identity.ownership_of(&found.listed.rule) != Ownership::Other);
+    of_container.filter_map(ContainerRule::claim).find(|found| found.overlaps(claim))
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use cni::machine::{Child, Exit, Machine, OnSigterm};
 
 use super::shape::{self, HOSTPORTS};
-use super::{Forwarding, Identity, Refusal, conditions};
-use crate::portmap::ClaimedPort;
+use super::{Identity, Refusal, conditions};
+use crate::portmap::{ClaimedPort, Forwarding};
 use cni_linux::program;
 use cni_linux::route::Family;
 
@@ -57,9 +57,8 @@ impl ProgramMappings {
     /// installed.
     pub(super) fn uncompiled(wanted: &Forwarding) -> Result<Vec<ProgramMappings>, Refusal> {
         let mut uncompiled = Vec::new();
-        for (container, claims) in wanted.families() {
-            let family = Family::of(container.address());
-            let conditions = wanted.conditions(family);
+        for request in wanted.families() {
+            let (family, conditions) = (request.family, request.conditions());
             let Err(unknown) = conditions::compile(conditions, family) else { continue };
             let token = unknown.token;
             let Some(program) = find_nft() else {
@@ -67,7 +66,7 @@ impl ProgramMappings {
                            of it, is not installed";
                 return Err(Refusal::Condition { token, why: why.to_owned() });
             };
-            let text = text(family, conditions, &claims, &Identity::new(&wanted.attachment).comment);
+            let text = text(family, conditions, &request.claims, &Identity::new(&wanted.attachment).comment);
             uncompiled.push(ProgramMappings { text, token, program });
         }
         Ok(uncompiled)

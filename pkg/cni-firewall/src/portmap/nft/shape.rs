@@ -35,13 +35,18 @@ pub(super) const HOSTPORTS_ALL: &str = "hostports_all";
 /// The base chain of the masquerading rules.
 pub(super) const MASQUERADING: &str = "masquerading";
 
-const PREROUTING: (&str, BaseChain) =
-    ("prerouting", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 });
-const OUTPUT: (&str, BaseChain) = ("output", BaseChain { kind: Kind::Nat, hook: Hook::Output, priority: -100 });
 /// The base chains that jump to [`HOSTPORTS_ALL`].
-pub(super) const ENTRY_CHAINS: [(&str, BaseChain); 2] = [PREROUTING, OUTPUT];
-/// The type, hook and priority of [`MASQUERADING`].
-pub(super) const MASQUERADING_HOOK: BaseChain = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
+pub(super) const ENTRY_CHAINS: [&str; 2] = ["prerouting", "output"];
+/// The chains that all containers share, in the order in which they are created. Base chains have
+/// their type, hook and priority.
+pub(super) const SHARED_CHAINS: [(&str, Option<BaseChain>); 6] = [
+    (HOSTPORTS, None),
+    (HOSTIP_HOSTPORTS, None),
+    (HOSTPORTS_ALL, None),
+    (ENTRY_CHAINS[0], Some(BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 })),
+    (ENTRY_CHAINS[1], Some(BaseChain { kind: Kind::Nat, hook: Hook::Output, priority: -100 })),
+    (MASQUERADING, Some(BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 })),
+];
 /// Every chain that can have rules of containers.
 pub(crate) const CONTAINER_CHAINS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
 
@@ -81,7 +86,7 @@ pub(super) fn mapping_rule(claim: &ClaimedPort) -> Vec<Expr> {
 }
 
 /// Returns the rules of [`MASQUERADING`] for one container.
-pub(super) fn masquerade_rules(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
+pub(in super::super) fn masquerade_rules(container: IpAddr, snat: Snat) -> Vec<Vec<Expr>> {
     let masquerade_from = |source: Vec<Expr>| {
         let mut exprs = source;
         exprs.extend(expr::daddr(container));
@@ -189,7 +194,7 @@ fn compared_before(exprs: &[Expr], end: usize) -> Option<(&[u8], usize)> {
 
 /// Returns the address of the container that a rule is for: the destination of a mapping, or the
 /// destination address that a masquerade rule matches. `None` for any other rule.
-pub(super) fn container(rule: &Rule) -> Option<IpAddr> {
+pub(in super::super) fn container(rule: &Rule) -> Option<IpAddr> {
     if let Some((claim, _)) = read_mapping(rule) {
         return Some(claim.container.ip());
     }

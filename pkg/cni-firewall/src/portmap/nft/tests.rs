@@ -1,11 +1,15 @@
 //! Tests the nft backend on the real kernel.
 
-use super::super::Policy;
-use super::super::{Mapping, Protocol, SetMark};
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use super::super::{Forwarding, Mapping, PortMap, Protocol, Removal, SetMark};
 use super::*;
+use crate::Backend;
 use crate::nft::raced;
 use crate::testing::machine;
 use crate::testing::{nft, on_a_host, ruleset};
+use cni::rollback::Notes;
 
 fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwarding {
     let cidr = |text: String| text.parse().unwrap();
@@ -22,51 +26,59 @@ fn forwarding(container: &str, ifname: &str, number: u8, port: u16) -> Forwardin
     }
 }
 
-fn ensure(wanted: &Forwarding) -> EnsureOutcome {
-    NftPortMap::open().unwrap().ensure(&machine(), wanted, &mut false).unwrap()
+/// Calls `work` with the port mappings of the calling thread's namespace.
+fn with_portmap<T>(work: impl FnOnce(&PortMap<'_>) -> T) -> T {
+    work(&PortMap::new(&machine(), Notes::silent()))
 }
 
 /// Writes the rules, which must succeed. Returns whether rules were changed.
 #[track_caller]
 fn changes(wanted: &Forwarding) -> bool {
     let mut changed = false;
-    let outcome = NftPortMap::open().unwrap().ensure(&machine(), wanted, &mut changed).unwrap();
-    assert!(matches!(outcome, EnsureOutcome::Done { .. }), "{outcome:?}");
+    let holder = with_portmap(|portmap| portmap.ensure(wanted, Backend::Nftables, &mut changed).unwrap());
+    assert_eq!(holder, None);
     changed
 }
 
-/// Returns the claims of a removal, which must have succeeded.
+/// Returns the differences from the rules, of which there must be some.
 #[track_caller]
-fn claims(removal: Removal) -> Vec<ClaimedPort> {
-    removal.outcome.unwrap();
-    removal.claims
+fn differences(wanted: &Forwarding) -> Vec<String> {
+    with_portmap(|portmap| portmap.check(wanted, Backend::Nftables).unwrap().unwrap())
+}
+
+/// Removes rules, and returns their claims.
+#[track_caller]
+fn purge(filter: AttachmentFilter<'_>) -> BTreeSet<ClaimedPort> {
+    let Removal { claims, outcome } = with_portmap(|portmap| portmap.purge(filter));
+    outcome.unwrap();
+    claims
 }
 
 #[test]
 fn every_verb_is_one_transaction_or_none() {
     on_a_host(|| {
-        let mut backend = NftPortMap::open().unwrap();
         let mut wanted = forwarding("c", "eth0", 2, 8080);
-        let mut transactions = |work: &dyn Fn(&mut NftPortMap)| {
-            let before = backend.nft.generation().unwrap().0;
-            work(&mut backend);
-            backend.nft.generation().unwrap().0 - before
+        let mut observer = Nft::open().unwrap();
+        let mut transactions = |work: &dyn Fn()| {
+            let before = observer.generation().unwrap().0;
+            work();
+            observer.generation().unwrap().0 - before
         };
-        let purge = |backend: &mut NftPortMap| {
-            drop(claims(backend.purge(AttachmentFilter::for_del(&AttachmentId::new("net", "c", "eth0"), &[]))))
-        };
+        let del = || drop(purge(AttachmentFilter::for_del(&AttachmentId::new("net", "c", "eth0"), &[])));
         let add = |wanted: Forwarding| {
-            move |backend: &mut NftPortMap| drop(backend.ensure(&machine(), &wanted, &mut false).unwrap())
+            move || {
+                changes(&wanted);
+            }
         };
-        assert_eq!(transactions(&purge), 0);
+        assert_eq!(transactions(&del), 0);
         assert_eq!(transactions(&add(wanted.clone())), 1, "both families, the shared chains too");
         assert_eq!(transactions(&add(wanted.clone())), 0, "all is in place");
         wanted.mappings[0].host_port = 9090;
         assert_eq!(transactions(&add(wanted)), 1);
         assert!(!ruleset().contains("8080"));
-        assert_eq!(transactions(&|backend| drop(backend.check(&forwarding("c", "eth0", 2, 9090)).unwrap())), 0);
-        assert_eq!(transactions(&purge), 1);
-        assert_eq!(transactions(&purge), 0);
+        assert_eq!(transactions(&|| drop(differences(&forwarding("c", "eth0", 2, 9090)))), 0);
+        assert_eq!(transactions(&del), 1);
+        assert_eq!(transactions(&del), 0);
     });
 }
 
@@ -79,16 +91,16 @@ fn thirty_concurrent_adds_leave_thirty_mappings_once_each() {
         let wanted = |number: u8| forwarding(&format!("c{number}"), "eth0", number, 8000 + u16::from(number));
         all(&|number| assert!(changes(&wanted(number))));
         for number in 1..=30 {
-            assert_eq!(NftPortMap::open().unwrap().check(&wanted(number)).unwrap(), Vec::<String>::new());
+            assert_eq!(differences(&wanted(number)), Vec::<String>::new());
         }
         assert_eq!(ruleset().matches("jump hostports_all").count(), 4, "{}", ruleset());
         assert_eq!(ruleset().matches("dnat to").count(), 60);
         // Concurrent ADDs of the same attachment write its rules once.
-        all(&|_| drop(ensure(&wanted(1))));
-        assert_eq!(ruleset().matches("dnat to").count(), 60);
-        all(&|number| {
-            drop(claims(NftPortMap::open().unwrap().purge(AttachmentFilter::for_del(&wanted(number).attachment, &[]))))
+        all(&|_| {
+            changes(&wanted(1));
         });
+        assert_eq!(ruleset().matches("dnat to").count(), 60);
+        all(&|number| drop(purge(AttachmentFilter::for_del(&wanted(number).attachment, &[]))));
         assert!(!ruleset().contains("comment \"c"), "{}", ruleset());
     });
 }
@@ -103,9 +115,8 @@ fn first_adds_that_start_together_make_what_is_shared_once() {
                     let (start, wanted) =
                         (&start, forwarding(&format!("c{number}"), "eth0", number, 8000 + u16::from(number)));
                     scope.spawn(move || {
-                        let mut backend = NftPortMap::open().unwrap();
                         start.wait();
-                        backend.ensure(&machine(), &wanted, &mut false).unwrap()
+                        changes(&wanted)
                     });
                 }
             });
@@ -142,14 +153,18 @@ fn concurrent_adds_of_one_port_all_see_each_other() {
     on_a_host(|| {
         std::thread::scope(|scope| {
             for number in 1..=20_u8 {
-                scope.spawn(move || ensure(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
+                scope.spawn(move || changes(&forwarding(&format!("c{number}"), "eth0", number, 8080)));
             }
         });
         // Whether the other containers are alive is unknown, so all rules stay, and each ADD has a
         // remark about each earlier one.
         assert_eq!(ruleset().matches("dnat to").count(), 40);
-        let late = ensure(&forwarding("late", "eth0", 99, 8080));
-        assert!(matches!(late, EnsureOutcome::Done { remarks, .. } if remarks.len() == 40));
+        let (machine, lines) = (machine(), Rc::new(RefCell::new(0)));
+        let counter = Rc::clone(&lines);
+        let portmap = PortMap::new(&machine, Notes::new(move |_| *counter.borrow_mut() += 1));
+        let late = forwarding("late", "eth0", 99, 8080);
+        assert_eq!(portmap.ensure(&late, Backend::Nftables, &mut false).unwrap(), None);
+        assert_eq!(*lines.borrow(), 40);
     });
 }
 
@@ -160,13 +175,12 @@ fn rules_that_have_lost_their_tags_go_by_their_address() {
         assert!(changes(&one) && changes(&other));
         let listing = ruleset();
         nft(&format!("flush ruleset\n{listing}"));
-        let addresses: Vec<IpAddr> = one.containers.iter().map(|container| container.address()).collect();
-        let mut backend = NftPortMap::open().unwrap();
-        assert_eq!(backend.check(&one).unwrap(), Vec::<String>::new());
-        assert_eq!(claims(backend.purge(AttachmentFilter::for_del(&one.attachment, &addresses))).len(), 2);
+        let addresses = one.addresses();
+        assert_eq!(differences(&one), Vec::<String>::new());
+        assert_eq!(purge(AttachmentFilter::for_del(&one.attachment, &addresses)).len(), 2);
         assert!(!ruleset().contains("8080") && ruleset().contains("8081"), "{}", ruleset());
         // Without a known address, all rules of the container are removed, as by Go.
-        assert_eq!(claims(backend.purge(AttachmentFilter::for_del(&one.attachment, &[]))).len(), 2);
+        assert_eq!(purge(AttachmentFilter::for_del(&one.attachment, &[])).len(), 2);
         assert!(!ruleset().contains("comment \"c\""), "{}", ruleset());
     });
 }
@@ -180,11 +194,10 @@ fn a_long_container_id_works() {
             let none = ValidAttachments::default();
             wanted.policy = Policy::Ignore;
             assert!(changes(&wanted));
-            let mut backend = NftPortMap::open().unwrap();
-            assert_eq!(backend.check(&wanted).unwrap(), Vec::<String>::new(), "{len}");
-            assert_eq!(claims(backend.purge(AttachmentFilter::Garbage { network: "net", valid: &valid })), []);
-            assert_eq!(claims(backend.purge(AttachmentFilter::Garbage { network: "ne", valid: &none })), []);
-            assert_eq!(claims(backend.purge(AttachmentFilter::Garbage { network: "net", valid: &none })).len(), 2);
+            assert_eq!(differences(&wanted), Vec::<String>::new(), "{len}");
+            assert_eq!(purge(AttachmentFilter::Garbage { network: "net", valid: &valid }).len(), 0);
+            assert_eq!(purge(AttachmentFilter::Garbage { network: "ne", valid: &none }).len(), 0);
+            assert_eq!(purge(AttachmentFilter::Garbage { network: "net", valid: &none }).len(), 2);
             assert!(!ruleset().contains("xxx"), "{}", ruleset());
         }
     });
@@ -195,8 +208,8 @@ fn a_base_chain_with_another_hook_is_an_error_and_unchanged() {
     on_a_host(|| {
         nft("table ip cni_hostport { chain prerouting { type filter hook prerouting priority 0; }; }");
         let before = ruleset();
-        let refusal =
-            NftPortMap::open().unwrap().ensure(&machine(), &forwarding("c", "eth0", 2, 1), &mut false).unwrap_err();
+        let wanted = forwarding("c", "eth0", 2, 1);
+        let refusal = with_portmap(|portmap| portmap.ensure(&wanted, Backend::Nftables, &mut false).unwrap_err());
         let Refusal::Kernel(error) = refusal else { panic!("{refusal:?}") };
         assert!(error.to_string().starts_with("failed to use nft chain ip cni_hostport prerouting"), "{error}");
         assert_eq!(ruleset(), before);
@@ -212,11 +225,9 @@ fn undo_keeps_the_rules_of_other_attachments() {
         let before = ruleset();
         let mut wanted = forwarding("c", "eth0", 2, 8080);
         wanted.containers.truncate(1);
-        let addresses = wanted.addresses();
         assert!(changes(&wanted));
         assert!(ruleset().contains("8080"));
-        let undo = AttachmentFilter::for_del(&wanted.attachment, &addresses);
-        NftPortMap::open().unwrap().purge(undo).outcome.unwrap();
+        with_portmap(|portmap| portmap.undo(&wanted, Backend::Nftables).unwrap());
         assert_eq!(ruleset(), before);
     });
 }
