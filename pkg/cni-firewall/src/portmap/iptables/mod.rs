@@ -27,7 +27,7 @@ mod tests;
 use others::plan_displacement;
 pub(super) use others::search_other_tables;
 pub(super) use removal::purge;
-use removal::{can_match_any, delete_section};
+use removal::{can_match_any, delete_section, delete_sections};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
 /// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of

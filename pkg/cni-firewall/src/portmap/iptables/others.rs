@@ -9,7 +9,7 @@ use cni::machine::OnSigterm;
 use super::super::conflict::ConflictSearch;
 use super::super::{ClaimedPort, Holder};
 use super::shape::{self, DNAT, Jump, MappingRules, Section};
-use super::{Chains, FamilyRequest, can_match_any, candidate_jumps, jumps_to, program_name};
+use super::{Chains, FamilyRequest, candidate_jumps, delete_sections, jumps_to, program_name};
 use crate::Backend;
 use crate::engine::Store;
 use crate::iptables::{Edit, Iptables, Rule, Variant};
@@ -156,50 +156,32 @@ fn plan_displacement_in_chain(
     let jumps = jumps_to(nat, chain)?;
     let Some(content) = nat.chain(chain)?.cloned() else { return Ok(()) };
     let other = OtherChain::new(chain, request, &jumps);
-    let sections = shape::sections(&content.rules);
-    let (mut removed, mut kept): (Vec<&Rule>, Vec<&MappingRules>) = (Vec::new(), Vec::new());
-    for section in &sections {
-        let kept_count = kept.len();
+    let (mut removed, mut kept): (Vec<Section>, Vec<Section>) = Default::default();
+    for section in shape::sections(&content.rules) {
+        let (mut removed_part, mut kept_part) = (Section::default(), Section::default());
         for mapping in &section.mappings {
-            let is_removed = match other.holder_of(section, mapping, &request.claims) {
+            let is_removed = match other.holder_of(&section, mapping, &request.claims) {
                 Some(holder) => search.decide_removal(holder)?,
                 None => false,
             };
             if search.held.is_some() {
                 return Ok(());
             }
-            if is_removed {
-                removed.extend(&mapping.rules);
-            } else {
-                kept.push(mapping);
-            }
+            let part = if is_removed { &mut removed_part } else { &mut kept_part };
+            part.mappings.push(mapping.clone());
         }
         // A marker that never had a mapping, written by `ensure_empty_chain`, is kept.
-        if kept.len() == kept_count && !section.mappings.is_empty() {
-            removed.extend(&section.marker);
-        }
+        let is_removed = kept_part.mappings.is_empty() && !removed_part.mappings.is_empty();
+        let part = if is_removed { &mut removed_part } else { &mut kept_part };
+        part.marker = section.marker;
+        removed.push(removed_part);
+        kept.push(kept_part);
     }
     // An empty chain is kept too: it does not show its owner.
-    if removed.is_empty() {
-        return Ok(());
+    for sections in [&mut removed, &mut kept] {
+        sections.retain(|section| section.rules().next().is_some());
     }
-    if kept.is_empty() {
-        for jump in &jumps {
-            edit.delete(DNAT, jump);
-        }
-        edit.delete_chain(chain, &content);
-        return Ok(());
-    }
-    for rule in removed {
-        edit.delete(chain, rule);
-    }
-    // `None` if the claim of a kept mapping is unknown: the mapping may need any of the jumps.
-    let kept_claims: Option<Vec<ClaimedPort>> = kept.iter().map(|mapping| mapping.claim).collect();
-    if let Some(kept_claims) = kept_claims {
-        for jump in jumps.iter().filter(|jump| !can_match_any(jump, &kept_claims)) {
-            edit.delete(DNAT, jump);
-        }
-    }
+    delete_sections(edit, (chain, &content), &jumps, &removed, &kept);
     Ok(())
 }
 

@@ -141,29 +141,44 @@ fn plan_removal_from(
             owners.push(JumpOwner { network: network.to_owned(), container_id: container_id.to_owned() });
         }
     }
-    let sections = shape::sections(&content.rules);
-    let (removed, kept): (Vec<&Section>, Vec<&Section>) =
-        sections.iter().partition(|section| is_removed(section, &owners));
+    let (removed, kept): (Vec<Section>, Vec<Section>) =
+        shape::sections(&content.rules).into_iter().partition(|section| is_removed(section, &owners));
+    delete_sections(edit, (chain, content), jumps, &removed, &kept);
+    removed.iter().flat_map(Section::claims).collect()
+}
+
+/// Adds to `edit` the removal of the sections `removed` of a chain, of the `jumps` to the chain
+/// that no section of `kept` needs, and of the chain if `kept` is empty. Changes nothing if
+/// `removed` is empty.
+pub(super) fn delete_sections(
+    edit: &mut Edit,
+    (chain, content): (&str, &Chain),
+    jumps: &[Rule],
+    removed: &[Section],
+    kept: &[Section],
+) {
     if removed.is_empty() {
-        return Vec::new();
+        return;
     }
-    let claims = removed.iter().flat_map(|section| section.claims()).collect();
     if kept.is_empty() {
         for jump in jumps {
             edit.delete(DNAT, jump);
         }
         edit.delete_chain(chain, content);
-        return claims;
+        return;
     }
-    let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(|section| section.claims()).collect();
+    let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(Section::claims).collect();
     // Rules that do not show their owner are removed only with the whole chain, above.
     for section in removed.iter().filter(|section| section.shows_owner()) {
         delete_section(edit, chain, section, &kept_claims);
     }
+    // A mapping with an unknown claim may need any of the jumps.
+    if kept.iter().flat_map(|section| &section.mappings).any(|mapping| mapping.claim.is_none()) {
+        return;
+    }
     for jump in jumps.iter().filter(|jump| !can_match_any(jump, &kept_claims)) {
         edit.delete(DNAT, jump);
     }
-    claims
 }
 
 /// Adds to `edit` the removal of a section, except the rules that mark connections to a port in

@@ -257,6 +257,30 @@ fn mapped(count: usize) -> String {
 }
 
 #[test]
+fn an_interface_without_mappings_keeps_its_marker() {
+    let comment = r#""dnat name: \"net\" id: \"gone\"""#;
+    let jump = format!("-A {DNAT} -p tcp -m comment --comment {comment} -m multiport --dports 8080 -j CNI-DN-1");
+    let [mark, map] = mapping(8080, "10.9.0.2:80");
+    let saved = format!(
+        ":{DNAT} - [0:0]\n:CNI-DN-1 - [0:0]\n{}\n\
+         -A CNI-DN-1 -m comment --comment cni:net/gone/eth0\n-A CNI-DN-1 {mark}\n-A CNI-DN-1 {map}\n\
+         -A CNI-DN-1 -m comment --comment cni:net/gone/eth1\n",
+        jump
+    );
+    let mut nat = Chains::of_text(Table::Nat, Family::V4, &saved);
+    let wanted = forwarding();
+    let (mut search, mut edit) = (ConflictSearch::new(&wanted), Edit::new());
+    let request = wanted.families().next().unwrap();
+    let jumps = candidate_jumps(&mut nat, &request).unwrap();
+    plan_displacement(&mut nat, &request, &jumps, &mut search, &mut edit).unwrap();
+    let expected = format!(
+        "*nat\n-D CNI-DN-1 -m comment --comment cni:net/gone/eth0\n-D CNI-DN-1 {mark}\n-D CNI-DN-1 {map}\n{}\nCOMMIT\n",
+        jump.replacen("-A", "-D", 1)
+    );
+    assert_eq!(edit.restore_text(Table::Nat).unwrap(), expected);
+}
+
+#[test]
 fn gc_takes_time_in_proportion_to_the_chains() {
     let plan = |count: usize, saved: &str, garbage: bool| {
         let mut nat = Chains::of_text(Table::Nat, Family::V4, saved);
