@@ -225,8 +225,6 @@ impl Watch {
         streams: &mut Streams<'_>,
         mut verb: impl FnMut(&mut Streams<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        /// The longest time after which a signal is noticed.
-        const STEP: Duration = Duration::from_millis(100);
         let Some(seconds) = self.watch else { return verb(streams) };
         loop {
             if streams.stdout_style == ColorMode::Coloured {
@@ -234,12 +232,8 @@ impl Watch {
                 crate::report::write_raw(streams, "\x1b[H\x1b[2J")?;
             }
             let outcome = verb(streams)?;
-            let end = Instant::now() + Duration::from_secs(seconds);
-            while Instant::now() < end {
-                if call.machine.terminated() {
-                    return Ok(outcome);
-                }
-                std::thread::sleep(STEP);
+            if call.wait(Duration::from_secs(seconds)) {
+                return Ok(outcome);
             }
         }
     }
@@ -251,6 +245,21 @@ pub(crate) fn own_uid() -> u32 {
 }
 
 impl Call<'_> {
+    /// Waits for this time. Returns early, and then returns true, if a signal to end arrives.
+    pub(crate) fn wait(&self, time: Duration) -> bool {
+        /// The longest time after which a signal is noticed.
+        const STEP: Duration = Duration::from_millis(100);
+        let end = Instant::now() + time;
+        while !self.machine.terminated() {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            std::thread::sleep(left.min(STEP));
+        }
+        true
+    }
+
     /// Returns the value of an environment variable, or `None` if the variable is absent or empty.
     /// The last of several duplicates is used.
     pub(crate) fn find_os(&self, name: &str) -> Option<OsString> {

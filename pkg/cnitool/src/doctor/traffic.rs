@@ -45,17 +45,12 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
 
 /// Returns the name of a sysctl as sysctl(8) writes it, with `.` and `/` swapped.
 fn dotted(name: &str) -> String {
-    name.chars()
-        .map(|c| {
-            if c == '/' {
-                '.'
-            } else if c == '.' {
-                '/'
-            } else {
-                c
-            }
-        })
-        .collect()
+    let swap = |c| match c {
+        '/' => '.',
+        '.' => '/',
+        other => other,
+    };
+    name.chars().map(swap).collect()
 }
 
 /// Checks that the bridges, the two ends of each attachment's link, and the other ports of the

@@ -35,12 +35,16 @@ pub(crate) fn describe(verb: clap::Command) -> clap::Command {
 /// Runs the verb and prints the steps of its plugins, then the verb's result.
 ///
 /// # Errors
-/// - [`Failure::Usage`] if the verb's arguments are invalid.
+/// - [`Failure::Usage`] if the verb's arguments are invalid, or the verb is repeated.
 /// - Code 5 if the log cannot be created or stdout cannot be written.
 /// - The verb's error. With `--json` it is in the printed document instead, and [`Exit::Failed`] is
 ///   returned.
 pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
     let command = Command::new(args.verb, &mut context)?;
+    if command.is_repeated() {
+        let msg = "--every is not possible with explain, which prints the steps when the verb has ended".to_owned();
+        return Err(Failure::Usage { verb: "explain gc".to_owned(), msg });
+    }
     let (call, format) = (context.call, context.format());
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;

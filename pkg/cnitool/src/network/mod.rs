@@ -10,6 +10,8 @@ mod sweep;
 mod valid_list;
 mod versions;
 
+use std::time::Duration;
+
 use cni::file::clean;
 use cni::{Code, Error, skel};
 use libcni::cache::Entry;
@@ -17,7 +19,7 @@ use libcni::{Attachment, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
 
 use crate::call::{Context, Exit, Failure, Streams, failed};
-use crate::report::{Report, did_you_mean, write_raw};
+use crate::report::{Report, did_you_mean, print_failure, write_raw};
 use crate::target::{NetnsPresence, container_id};
 
 pub(crate) use options::{Command, Named, Verb};
@@ -43,8 +45,7 @@ pub(crate) fn run(command: &Command, context: &Context<'_>, streams: &mut Stream
         skel::Verb::Add => verb_run.add(streams).map(|()| Exit::Done),
         skel::Verb::Check => verb_run.check(streams).map(|()| Exit::Done),
         skel::Verb::Del => verb_run.del(streams).map(|()| Exit::Done),
-        skel::Verb::Gc if command.sweeps() => verb_run.sweep(streams).map(|()| Exit::Done),
-        skel::Verb::Gc => verb_run.gc(streams).map(|()| Exit::Done),
+        skel::Verb::Gc => verb_run.repeat_gc(streams).map(|()| Exit::Done),
         skel::Verb::Status => verb_run.status(streams),
         skel::Verb::Version => verb_run.version(streams),
     };
@@ -52,6 +53,25 @@ pub(crate) fn run(command: &Command, context: &Context<'_>, streams: &mut Stream
 }
 
 impl VerbRun<'_> {
+    /// Runs gc once or, with `--every`, again and again until a signal arrives. Each run prints its
+    /// own decisions and its own error.
+    ///
+    /// # Errors
+    /// Without `--every`, as [`sweep`](VerbRun::sweep) or [`gc`](VerbRun::gc).
+    fn repeat_gc(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let run =
+            |streams: &mut Streams<'_>| if self.command.sweeps() { self.sweep(streams) } else { self.gc(streams) };
+        let Some(seconds) = self.command.gc.every else { return run(streams) };
+        loop {
+            if let Err(error) = run(streams) {
+                print_failure(&failed(self.command.subject(), error, self.context.format()), streams);
+            }
+            if self.context.call.wait(Duration::from_secs(seconds)) {
+                return Ok(());
+            }
+        }
+    }
+
     /// Attaches a namespace and prints the result.
     ///
     /// # Errors

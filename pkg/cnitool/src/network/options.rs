@@ -1,7 +1,6 @@
 //! Defines the arguments of `add`, `check`, `del`, `gc`, `status` and `version`.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use cni::skel;
@@ -77,10 +76,12 @@ pub(crate) enum Verb {
     /// gone gets a full DEL. A runtime may add and delete attachments meanwhile. The
     /// other things of a network are only removed with --plugins.
     ///
-    /// With --valid-from, an attachment that the file does not name gets a full DEL even
-    /// if its namespace exists, unless it is younger than --min-age: a runtime lists a
-    /// pod only some time after its ADD. The file must name the attachments of every
-    /// runtime of this node. If it cannot be read in full, nothing is changed.
+    /// With --valid-from, an attachment that the runtime or list does not name gets a full
+    /// DEL even if its namespace exists, unless it is younger than --min-age: a runtime
+    /// lists a pod only some time after its ADD. A socket is that of containerd, CRI-O or
+    /// another runtime of Kubernetes (CRI). A list has the JSON of 'crictl pods -o json',
+    /// or a line ID/IFNAME for each attachment. Name every runtime of this node. If one
+    /// does not answer or a list cannot be read in full, nothing is changed.
     ///
     /// ---
     /// Environment: CNI_PATH, NETCONFPATH
@@ -89,6 +90,7 @@ pub(crate) enum Verb {
     ///
     /// Examples:
     ///   cnitool gc --dry-run
+    ///   cnitool gc --valid-from unix:///run/containerd/containerd.sock --every 600
     ///   crictl pods -o json | cnitool gc --valid-from -
     ///   cnitool gc mynet --dry-run
     ///   cnitool gc mynet --keep 0123456789ab/eth0
@@ -174,9 +176,9 @@ pub(super) struct GcOptions {
     /// Print what would be removed, and change nothing
     #[arg(long)]
     pub(super) dry_run: bool,
-    /// The valid ones: ID/IFNAME lines or 'crictl pods -o json'; - is stdin
-    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
-    pub(super) valid_from: Option<PathBuf>,
+    /// The valid ones: a runtime's socket, or a list; - is stdin; can be repeated
+    #[arg(long, value_name = "unix://SOCKET|FILE", value_hint = clap::ValueHint::FilePath)]
+    pub(super) valid_from: Vec<String>,
     /// Keep younger attachments, except those whose namespace is gone [600]
     #[arg(long, value_name = "SECONDS")]
     pub(super) min_age: Option<u64>,
@@ -186,6 +188,9 @@ pub(super) struct GcOptions {
     /// Also run the plugins' GC; no add may run meanwhile
     #[arg(long)]
     pub(super) plugins: bool,
+    /// Run again after this time, also after errors, until SIGTERM
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(super) every: Option<u64>,
 }
 
 /// The arguments of `status` and `version`.
@@ -217,7 +222,8 @@ impl Command {
     /// cache. An empty path counts as a missing path.
     ///
     /// # Errors
-    /// [`Failure::Usage`] if the path is missing, for `del` without a container ID.
+    /// [`Failure::Usage`] if the path is missing, for `del` without a container ID; if a repeated
+    /// gc reads stdin.
     pub(crate) fn new(verb: Verb, context: &mut Context<'_>) -> Result<Command, Failure> {
         let attach = |verb, Attach { network, netns, interface }| Command {
             netns: Some(netns),
@@ -234,6 +240,10 @@ impl Command {
             Verb::Gc(Collect { network, netns: _, options }) => {
                 if network.is_none() {
                     context.add_multus();
+                }
+                if options.every.is_some() && options.valid_from.iter().any(|place| place == "-") {
+                    let msg = "stdin can be read only once: --valid-from - and --every exclude each other".to_owned();
+                    return Err(Failure::Usage { verb: "gc".to_owned(), msg });
                 }
                 return Ok(Command { gc: options, ..Command::of_network(skel::Verb::Gc, network) });
             }
@@ -268,7 +278,12 @@ impl Command {
     /// running the plugins' GC of one network.
     pub(super) fn sweeps(&self) -> bool {
         let GcOptions { valid_from, min_age, unknown, plugins, .. } = &self.gc;
-        self.network.is_empty() || valid_from.is_some() || min_age.is_some() || *unknown || *plugins
+        self.network.is_empty() || !valid_from.is_empty() || min_age.is_some() || *unknown || *plugins
+    }
+
+    /// Whether the verb runs again and again until a signal arrives.
+    pub(crate) fn is_repeated(&self) -> bool {
+        self.gc.every.is_some()
     }
 
     /// Returns the verb and the network's name, if it has one, for error messages.

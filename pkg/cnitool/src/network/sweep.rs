@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::time::{Duration, SystemTime};
 
-use cni::{AttachmentId, Error};
+use cni::{AttachmentId, Code, Error};
 use cni_linux::Link;
 use libcni::cache::Entry;
 use libcni::{Attachment, NetworkList, Runtime};
@@ -74,16 +74,12 @@ impl VerbRun<'_> {
     /// - Code 103 if the list of valid attachments names none, without `--all` or `--dry-run`.
     /// - Code 7 if the network in the arguments is neither configured nor in a result cache.
     /// - Code 5 if stdout cannot be written.
-    /// - The errors of the plugins' DEL and GC, as one error.
+    /// - The errors of the plugins' DEL and GC, as one error, with code 5 for a signal to end.
     pub(super) fn sweep(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let options = &self.command.gc;
         let began = SystemTime::now();
         let snapshot = Snapshot::take(self.context)?;
-        let list = options.valid_from.as_deref().map(|path| match path.as_os_str() == "-" {
-            true => ValidList::read(path, began),
-            false => ValidList::read(&self.context.call.folder.join(path), began),
-        });
-        let list = list.transpose()?;
+        let list = ValidList::read(&options.valid_from, began, self.runtime.timeout, self.context.call)?;
         if list.as_ref().is_some_and(ValidList::is_empty) && !self.command.gc.all && !self.command.gc.dry_run {
             let msg = "the list of valid attachments names none, so everything would be removed";
             return Err(Error::new(REFUSED, msg).with_details("confirm with --all if this node has no pods"));
@@ -100,6 +96,10 @@ impl VerbRun<'_> {
             let mut errors = Vec::new();
             for (plan, network) in plans.iter().zip(networks.values()).filter(|(plan, _)| plan.changed) {
                 for Decision { container_id, ifname, .. } in &plan.removed {
+                    if self.context.call.machine.terminated() {
+                        errors.push(Error::new(Code::IO, "interrupted by a signal; the next gc removes the rest"));
+                        return Error::join(errors);
+                    }
                     let id = AttachmentId::new(&plan.network, container_id, ifname);
                     errors.extend(self.remove(&id, &network.lists, &evidence));
                 }

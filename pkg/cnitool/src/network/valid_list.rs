@@ -1,73 +1,110 @@
-//! Reads a list of the valid attachments: that of `crictl pods -o json`, or lines `ID/IFNAME`.
+//! Reads the lists of the valid attachments: the answer of a runtime, the JSON of
+//! `crictl pods -o json`, or lines `ID/IFNAME`.
 
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::Path;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use cni::json::Json;
 use cni::{Code, Error};
 
+use crate::call::Call;
+
 /// The largest list that is read, in bytes. `crictl` prints about 1 KiB for each pod.
 const MAX_LENGTH: u64 = 64 << 20;
 
-/// The attachments that a runtime has, and when they were listed.
+/// The attachments that the runtimes have, and when they were listed.
 #[derive(Debug)]
 pub(super) struct ValidList {
-    /// The container IDs whose interfaces are all valid: `crictl` does not name interfaces.
+    /// The container IDs whose interfaces are all valid: runtimes do not name interfaces.
     containers: BTreeSet<String>,
     /// Container IDs and interface names.
     attachments: BTreeSet<(String, String)>,
-    /// A time before which the list was not complete: the time of the file, or of the call for
-    /// stdin.
+    /// A time before which each list was not complete: the time of the oldest file, or of the call.
     pub(super) read_at: SystemTime,
 }
 
 impl ValidList {
-    /// Reads the list in a file, or on stdin for `-`. `began` is the time at which the call began.
+    /// Reads all lists at `places`: files, `-` for stdin, and the sockets of runtimes as
+    /// `unix://PATH`. A runtime has at most `limit` to answer. `began` is the time at which the
+    /// call began. Returns `None` without a place.
     ///
     /// # Errors
-    /// - Code 5 if it cannot be read or is longer than 64 MiB.
-    /// - Code 6 if it is empty, is not the JSON of `crictl pods`, or a line is not `ID/IFNAME`.
-    pub(super) fn read(path: &Path, began: SystemTime) -> Result<ValidList, Error> {
-        let named = |error: Error| error.context(format_args!("the list of valid attachments {}", path.display()));
-        let mut bytes = Vec::new();
-        let mut read = |source: &mut dyn io::Read| source.take(MAX_LENGTH + 1).read_to_end(&mut bytes);
-        let outcome = match path.as_os_str() == "-" {
-            true => read(&mut io::stdin()).map(|_| began),
-            // An old file has nothing of the attachments that were created since.
-            false => File::open(path).and_then(|mut file| {
-                read(&mut file)?;
-                Ok(file.metadata()?.modified()?.min(began))
-            }),
-        };
-        let read_at = outcome.map_err(|error| named(Error::caused(Code::IO, "it cannot be read", error)))?;
-        if bytes.len() as u64 > MAX_LENGTH {
-            return Err(named(Error::new(Code::IO, "it is longer than 64 MiB")));
+    /// - Code 5 if a list cannot be read or is longer than 64 MiB, or a runtime does not answer.
+    /// - Code 6 if a list is empty, is not the JSON of `crictl pods`, a line is not `ID/IFNAME`, or
+    ///   the answer is not that of a runtime.
+    pub(super) fn read(
+        places: &[String],
+        began: SystemTime,
+        limit: Duration,
+        call: &Call<'_>,
+    ) -> Result<Option<ValidList>, Error> {
+        let mut list = ValidList { containers: BTreeSet::new(), attachments: BTreeSet::new(), read_at: began };
+        for place in places {
+            let outcome = match place.strip_prefix("unix://") {
+                Some(socket) => cni_cri::list_pods(Path::new(socket), call.machine, limit.min(cni_cri::TIME_LIMIT))
+                    .and_then(|pods| pods.into_iter().try_for_each(|id| list.add_pod(id))),
+                None => list.read_file(&call.folder.join(place), place == "-"),
+            };
+            outcome.map_err(|error| error.context(format_args!("the list of valid attachments {place}")))?;
         }
-        ValidList::parse(&bytes, read_at).map_err(named)
+        Ok((!places.is_empty()).then_some(list))
     }
 
-    /// Parses a list.
+    /// Adds the list in a file or on stdin.
     ///
     /// # Errors
     /// As [`read`](ValidList::read).
-    fn parse(bytes: &[u8], read_at: SystemTime) -> Result<ValidList, Error> {
+    fn read_file(&mut self, path: &Path, is_stdin: bool) -> Result<(), Error> {
+        let mut bytes = Vec::new();
+        let mut read = |source: &mut dyn io::Read| source.take(MAX_LENGTH + 1).read_to_end(&mut bytes);
+        let outcome = match is_stdin {
+            true => read(&mut io::stdin()).map(|_| self.read_at),
+            // An old file has nothing of the attachments that were created since.
+            false => File::open(path).and_then(|mut file| {
+                read(&mut file)?;
+                file.metadata()?.modified()
+            }),
+        };
+        let modified = outcome.map_err(|error| Error::caused(Code::IO, "it cannot be read", error))?;
+        if bytes.len() as u64 > MAX_LENGTH {
+            return Err(Error::new(Code::IO, "it is longer than 64 MiB"));
+        }
+        self.read_at = self.read_at.min(modified);
+        self.parse(&bytes)
+    }
+
+    /// Adds a pod that a runtime has listed. Its state does not matter: a runtime still calls DEL
+    /// for a pod that it lists as not ready.
+    ///
+    /// # Errors
+    /// Code 6 if the ID is empty.
+    fn add_pod(&mut self, id: String) -> Result<(), Error> {
+        if id.is_empty() {
+            return Err(Error::new(Code::DECODE, "a pod has no \"id\""));
+        }
+        self.containers.insert(id);
+        Ok(())
+    }
+
+    /// Adds the attachments of a list.
+    ///
+    /// # Errors
+    /// As [`read`](ValidList::read).
+    fn parse(&mut self, bytes: &[u8]) -> Result<(), Error> {
         let undecodable = |why: String| Error::new(Code::DECODE, why);
         let text = str::from_utf8(bytes).map_err(|error| undecodable(error.to_string()))?;
-        let mut list = ValidList { containers: BTreeSet::new(), attachments: BTreeSet::new(), read_at };
         if text.trim_start().starts_with('{') {
             let json = Json::parse(bytes).map_err(|error| undecodable(error.to_string()))?;
             let Some(Json::Array(pods)) = json.get("items") else {
                 return Err(undecodable("it has no list \"items\", as 'crictl pods -o json' prints it".to_owned()));
             };
-            for (index, pod) in pods.iter().enumerate() {
-                let id = pod.get("id").and_then(Json::as_str).filter(|id| !id.is_empty());
-                let missing = || undecodable(format!("items[{index}] has no \"id\""));
-                list.containers.insert(id.ok_or_else(missing)?.to_owned());
-            }
-            return Ok(list);
+            let ids = pods.iter().map(|pod| pod.get("id").and_then(Json::as_str).unwrap_or_default());
+            return ids.enumerate().try_for_each(|(index, id)| {
+                self.add_pod(id.to_owned()).map_err(|error| error.context(format_args!("items[{index}]")))
+            });
         }
         if text.trim().is_empty() {
             return Err(undecodable("it is empty; the command that writes it may have failed".to_owned()));
@@ -75,12 +112,12 @@ impl ValidList {
         for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             match line.trim().split_once('/') {
                 Some((id, ifname)) if !id.is_empty() && !ifname.is_empty() && !ifname.contains('/') => {
-                    list.attachments.insert((id.to_owned(), ifname.to_owned()));
+                    self.attachments.insert((id.to_owned(), ifname.to_owned()));
                 }
                 _ => return Err(undecodable(format!("line {} is not CONTAINER-ID/IFNAME: {line:?}", index + 1))),
             }
         }
-        Ok(list)
+        Ok(())
     }
 
     /// Whether the list names no attachment.
@@ -99,7 +136,9 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> Result<ValidList, Error> {
-        ValidList::parse(text.as_bytes(), SystemTime::UNIX_EPOCH)
+        let (containers, attachments) = (BTreeSet::new(), BTreeSet::new());
+        let mut list = ValidList { containers, attachments, read_at: SystemTime::UNIX_EPOCH };
+        list.parse(text.as_bytes()).map(|()| list)
     }
 
     #[test]
@@ -120,7 +159,7 @@ mod tests {
             (r#"{"items":[{"id":"a"}"#, "EOF"),
             (r#"{"containers":[]}"#, "no list \"items\""),
             (r#"{"items":null}"#, "no list \"items\""),
-            (r#"{"items":[{"id":"a"},{"id":""}]}"#, "items[1] has no \"id\""),
+            (r#"{"items":[{"id":"a"},{"id":""}]}"#, "items[1]: a pod has no \"id\""),
             (r#"[{"id":"a"}]"#, "line 1 is not CONTAINER-ID/IFNAME"),
             ("a/eth0\nb\n", "line 2 is not CONTAINER-ID/IFNAME: \"b\""),
             ("a/eth0\n/eth0", "line 2"),

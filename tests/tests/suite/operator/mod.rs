@@ -10,6 +10,7 @@ mod ipam;
 mod logs;
 mod metrics;
 mod rules;
+mod runtime;
 mod sound;
 mod sweep;
 mod validate;

@@ -24,12 +24,12 @@ fn attach_by_multus(operator: &Operator, container: &Container) {
 }
 
 /// Returns the owners of a network's reservations.
-fn owners(operator: &Operator, network: &str) -> Vec<String> {
+pub(crate) fn owners(operator: &Operator, network: &str) -> Vec<String> {
     operator.node.reservations(network).into_iter().map(|(_, owner)| owner.replace("\r\n", "/")).collect()
 }
 
 /// Returns the decision about an attachment in the document of gc, and its state.
-fn decision<'a>(json: &'a Value, network: &str, container: &str) -> (&'static str, &'a str) {
+pub(crate) fn decision<'a>(json: &'a Value, network: &str, container: &str) -> (&'static str, &'a str) {
     let plan = json["networks"].as_array().unwrap().iter().find(|plan| plan["network"] == network).unwrap();
     for list in ["removed", "kept"] {
         let rows = plan[list].as_array().unwrap();
