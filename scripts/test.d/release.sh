@@ -226,7 +226,7 @@ release_kubernetes() (
     set -e
     python3 -m venv "$work/venv"
     tries "$work/venv/bin/pip" -q install kubernetes-validate==1.37.0
-    "$work/venv/bin/kubernetes-validate" --strict "$root/docs/kubernetes/"{daemonset,cluster-local}.yaml
+    "$work/venv/bin/kubernetes-validate" --strict "$root/docs/kubernetes/"{daemonset,daemonset-gc,cluster-local}.yaml
     "$work/venv/bin/python" -c '
 import sys, yaml
 container = yaml.safe_load(open(sys.argv[1]))["spec"]["template"]["spec"]["containers"][0]

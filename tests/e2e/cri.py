@@ -272,6 +272,17 @@ def scenario_kill_9_of_containerd_in_the_middle_of_many_adds(node):
     return f"nothing; {failed} of 20 were cut off, {20 - len(known)} forgotten, {len(left)} things went with GC"
 
 
+def left_of_attachments(node, in_use):
+    """What a runtime's death leaves of attachments, besides what is in use.
+
+    Namespaces and cached results are containerd's. It kills the plugins whose callers are gone: a link that has no
+    alias yet is only known by its group, and goes with its namespace.
+    """
+    nameless = [f"link {link['ifname']}" for link in json.loads(sh("ip", "-j", "link")) if not link.get("ifalias")]
+    theirs = ("namespace ", "file /var/lib/cni/results/")
+    return [line for line in node.leftovers() if line not in in_use + nameless and not line.startswith(theirs)]
+
+
 def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_one_run_of_the_timer(node):
     """What the plugins have done for the pods that the storm began goes by the timer's command, without containerd."""
     runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning())
@@ -279,22 +290,14 @@ def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_one_run_of_the_timer(n
     in_use = node.leftovers()
     failed = kill_among_adds(runtime, 50, 20)
 
-    def left():
-        # Namespaces and cached results are containerd's. It kills the plugins whose callers are
-        # gone: a link that has no alias yet is only known by its group, and goes with its
-        # namespace.
-        nameless = [f"link {link['ifname']}" for link in json.loads(sh("ip", "-j", "link")) if not link.get("ifalias")]
-        theirs = ("namespace ", "file /var/lib/cni/results/")
-        return [line for line in node.leftovers() if line not in in_use + nameless and not line.startswith(theirs)]
-
-    before = len(left())
+    before = len(left_of_attachments(node, in_use))
     # What cnitool knows of a reservation's age are whole seconds.
     time.sleep(1.1)
     # The command of docs/cnitool.md, with a list in the place of crictl, which Debian does not
     # have; nothing here is ten minutes old.
     write("/tmp/pods", "".join(f"{each}/eth0\n" for each in kept))
     sh(f"{OURS}/cnitool", "gc", "--valid-from", "/tmp/pods", "--min-age", "0", CNI_PATH=BIN)
-    expect(left()[:5], [], "left by the timer's command")
+    expect(left_of_attachments(node, in_use)[:5], [], "left by the timer's command")
     runtime.start()
     for number, identifier in enumerate(kept):
         node.prove(runtime.pod(identifier), 8000 + number, families=(4, 6))

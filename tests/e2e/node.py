@@ -174,7 +174,7 @@ def become(scratch, packages, plugins, go, containerd2):
         delegate(root + own[0][0])
     os.makedirs(f"{root}/etc/cni/net.d")
     shutil.copytree(os.path.dirname(os.path.abspath(__file__)), f"{root}/opt/e2e")
-    for file in ["Containerfile", "README.md", "docs/recipes.md"]:
+    for file in ["Containerfile", "README.md", "docs/recipes.md", "docs/kubernetes/daemonset-gc.yaml"]:
         shutil.copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../..", file), f"{root}/opt/e2e/")
     sys.path.insert(0, "/opt/e2e")
     shutil.copytree(plugins, root + OURS)

@@ -276,10 +276,20 @@ def scenario_kill_9_of_podman_in_the_middle_of_rm(node):
     return f"nothing; {commands} commands of cnitool inspect were needed"
 
 
+def build_image():
+    """Builds the image of the DaemonSets from what its two archives contain."""
+    plugins = [line.split()[1] for line in read(f"{OURS}/SHA256SUMS").splitlines()]
+    for folder, files in [("plugins", [*plugins, "SHA256SUMS", "cni-install"]), ("cnitool", ["cnitool"])]:
+        os.makedirs(f"/opt/image/{folder}")
+        for file in files:
+            shutil.copy(f"{OURS}/{file}", f"/opt/image/{folder}/")
+    podman("build", "-q", "-f", "/opt/e2e/Containerfile", "-t", "localhost/cni-plugins", "/opt/image")
+
+
 def scenario_the_image_of_the_containerfile_installs_on_a_node_and_goes_back(node):
     """As docs/kubernetes/daemonset.yaml runs it, and with the command that the image has of its own."""
     start(node, "crun")
-    podman("build", "-q", "-f", "/opt/e2e/Containerfile", "-t", "localhost/cni-plugins", OURS)
+    build_image()
     shutil.copytree(GO, "/opt/node")
     rights = "--network host --cap-drop all --security-opt no-new-privileges --read-only".split()
     run_image = ["podman", "run", *rights, "-v", "/opt/node:/host/opt/cni/bin"]
