@@ -18,7 +18,7 @@
 //! all rules are read, and a file is written for the next call.
 
 use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{self, Read as _};
+use std::io::Read as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -28,12 +28,17 @@ use cni_linux::error::Result;
 use cni_linux::netlink::wire;
 use netlink_packet_netfilter::nftables::{NfTablesMessage, RuleAttribute, RuleMessage, TableAttribute, TableMessage};
 
+mod entries;
+
+pub(crate) use entries::Key;
+use entries::{Entry, entries, write_entry};
+
 /// The folder of the files.
 const FOLDER: &str = "/run/cni";
 /// The file of the calling thread's network namespace.
 const NETNS: &str = "/proc/thread-self/ns/net";
-/// The first bytes of a file, with the version of its format.
-const MAGIC: &[u8; 8] = b"cniidx1\n";
+/// The last bytes of a file, with the version of its format.
+const MAGIC: &[u8; 8] = b"cniidx2\n";
 /// The number of rules from which a chain has an index. The kernel sends this many rules in one
 /// datagram or two.
 const RULES_MIN: u32 = 64;
@@ -42,39 +47,6 @@ const RULES_MIN: u32 = 64;
 const REPORTS_MAX: usize = 64;
 /// The size of a file above which it is not read: that of a million rules.
 const FILE_MAX: u64 = 64 << 20;
-
-/// A hash of something by which rules are searched. Two keys can have the same hash: a search can
-/// return rules that do not match.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Key(u32);
-
-impl Key {
-    /// Returns the key of a rule's comment.
-    pub(crate) fn comment(comment: &str) -> Key {
-        Key::new(b'c', comment.as_bytes())
-    }
-
-    /// Returns the key of a host port.
-    pub(crate) fn port(port: u16) -> Key {
-        Key::new(b'p', &port.to_be_bytes())
-    }
-
-    /// Returns the key of a container's address.
-    pub(crate) fn address(address: std::net::IpAddr) -> Key {
-        Key::new(b'a', &cni::cidr::octets(address))
-    }
-
-    /// Returns the key of the chain that a rule jumps to.
-    pub(crate) fn target(chain: &str) -> Key {
-        Key::new(b't', chain.as_bytes())
-    }
-
-    /// Hashes by FNV-1a.
-    fn new(kind: u8, bytes: &[u8]) -> Key {
-        let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193);
-        Key(bytes.iter().fold(step(0x811c_9dc5, &kind), step))
-    }
-}
 
 /// How a feature searches the rules of one of its chains.
 #[derive(Clone, Copy, Debug)]
@@ -90,38 +62,19 @@ pub(crate) struct Search<'a> {
     pub(crate) reads_all_if_missing: bool,
 }
 
-/// What a file says about one rule.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
-    pub(crate) handle: u64,
-    pub(crate) keys: Vec<Key>,
-}
-
-impl Entry {
-    /// Whether a search for these keys returns the rule.
-    fn has_any(&self, wanted: &[Key]) -> bool {
-        self.keys.is_empty() || self.keys.iter().any(|key| wanted.contains(key))
-    }
-}
-
-/// The numbers that tell a chain from all others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Identity {
-    pub(crate) netns_cookie: u64,
-    pub(crate) table: u64,
-    pub(crate) chain: u64,
-}
-
 /// The index of one chain.
 #[derive(Debug)]
 pub(crate) struct Index {
     path: PathBuf,
     place: (Family, String, String),
-    identity: Identity,
+    /// The bytes that tell the chain from all others: the numbers of its namespace, its table and
+    /// itself, and that of the boot.
+    identity: Vec<u8>,
     /// The kernel's number of the chain's rules and of the jumps to it.
     uses: u32,
-    /// In the order of the chain.
-    entries: Vec<Entry>,
+    /// The [`entries`] as they are in the file, which has thousands: decoding them would take
+    /// longer than the search.
+    entries: Vec<u8>,
     /// As in [`Search`].
     keys_of: fn(&Listed) -> Vec<Key>,
     appended: Vec<Key>,
@@ -144,20 +97,9 @@ pub(crate) fn is_long(chain: &Chain) -> bool {
     chain.uses >= RULES_MIN
 }
 
-/// Returns the boot's number, as text; empty if it cannot be read.
-fn boot_id() -> Vec<u8> {
-    fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default()
-}
-
 impl Index {
     /// Returns an index of the chain with these entries, which are all rules of the chain.
-    pub(crate) fn new(
-        table: Table<'_>,
-        chain: &Chain,
-        identity: Identity,
-        search: Search<'_>,
-        entries: Vec<Entry>,
-    ) -> Index {
+    fn new(table: Table<'_>, chain: &Chain, identity: Vec<u8>, search: Search<'_>, entries: Vec<u8>) -> Index {
         // The kernel uses inodes again, so the number of files is bounded.
         let netns = fs::metadata(NETNS).map_or(0, |metadata| metadata.ino());
         let name = format!("rules-{netns}-{}-{}-{}", table.family.name(), table.name, chain.name);
@@ -174,11 +116,11 @@ impl Index {
     }
 
     /// Reads the file of the chain; `None` if there is none that describes the chain as it is now.
-    pub(crate) fn load(table: Table<'_>, chain: &Chain, identity: Identity, search: Search<'_>) -> Option<Index> {
+    fn load(table: Table<'_>, chain: &Chain, identity: Vec<u8>, search: Search<'_>) -> Option<Index> {
         let mut index = Index::new(table, chain, identity, search, Vec::new());
-        let content = read_private(&index.path)?;
-        let entries = content.strip_prefix(index.head().as_slice()).and_then(decode_entries)?;
-        (index.entries, index.is_fresh) = (entries, false);
+        let mut content = read_private(&index.path)?;
+        content.truncate(content.strip_suffix(index.tail().as_slice())?.len());
+        (index.entries, index.is_fresh) = (content, false);
         Some(index)
     }
 
@@ -193,15 +135,16 @@ impl Index {
         self.is_fresh
     }
 
-    /// Whether there is a rule with each of the keys.
-    fn has_all(&self, keys: &[Key]) -> bool {
-        keys.iter().all(|key| self.entries.iter().any(|entry| entry.keys.contains(key)))
+    /// Returns the entries of the rules that may have one of the wanted keys, in the order of the
+    /// chain.
+    fn find(&self, wanted: &[Key]) -> impl Iterator<Item = Entry<'_>> {
+        entries(&self.entries).filter(|entry| entry.keys.is_empty() || wanted.iter().any(|key| entry.has(key)))
     }
 
-    /// Returns the handles of the rules that may have one of the wanted keys, in the order of the
-    /// chain.
-    pub(crate) fn handles(&self, wanted: &[Key]) -> Vec<u64> {
-        self.entries.iter().filter(|entry| entry.has_any(wanted)).map(|entry| entry.handle).collect()
+    /// Whether there is a rule with each of the keys.
+    fn has_all(&self, keys: &[Key]) -> bool {
+        let found: Vec<Entry<'_>> = self.find(keys).collect();
+        keys.iter().all(|key| found.iter().any(|entry| entry.has(key)))
     }
 
     /// Changes the appending of rules to this chain so that the kernel reports whether another
@@ -209,13 +152,13 @@ impl Index {
     /// the index knows, in reverse order, so that the first one of the batch becomes the last one
     /// of the chain.
     pub(crate) fn prepare(&self, changes: &mut [Change]) {
-        let deleted = self.deleted(changes);
-        let last = self.entries.iter().rev().find(|entry| !deleted.contains(&entry.handle));
-        let (Some(last), appends) = (last, self.appends(changes)) else { return };
+        let (appends, deleted) = (self.appends(changes), self.deleted(changes));
         // Without a report, `finish` makes the caller read all rules.
-        if appends.len() > REPORTS_MAX {
+        if appends.is_empty() || appends.len() > REPORTS_MAX {
             return;
         }
+        let last = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle)).last();
+        let Some(last) = last else { return };
         for (front, back) in (0..appends.len() / 2).map(|index| (appends[index], appends[appends.len() - 1 - index])) {
             changes.swap(front, back);
         }
@@ -243,11 +186,16 @@ impl Index {
             // A fresh index had all rules when the transaction was planned.
             return is_fresh;
         };
-        self.entries.retain(|entry| !deleted.contains(&entry.handle));
+        if !deleted.is_empty() {
+            let remaining = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle));
+            self.entries = remaining.map(|entry| entry.bytes).collect::<Vec<_>>().concat();
+        }
         for report in &reports {
-            let keys = (self.keys_of)(&report.listed);
-            let keys = if keys.is_empty() { keys } else { [keys, self.appended.clone()].concat() };
-            self.entries.push(Entry { handle: report.listed.handle, keys });
+            let mut keys = (self.keys_of)(&report.listed);
+            if !keys.is_empty() {
+                keys.extend(&self.appended);
+            }
+            write_entry(report.listed.handle, &keys, &mut self.entries);
         }
         let (added, removed) = (u32::try_from(appends.len()).ok(), u32::try_from(deleted.len()).ok());
         let uses = added.and_then(|added| self.uses.checked_add(added)?.checked_sub(removed?));
@@ -270,18 +218,8 @@ impl Index {
 
     /// Writes the file. A failure is not reported: the file that is there has another number of
     /// rules, or the same rules.
-    fn save(&self) {
-        let mut content = self.head();
-        content.reserve(32 * self.entries.len());
-        content.extend(self.entries.len().to_ne_bytes());
-        for Entry { handle, keys } in &self.entries {
-            content.extend(handle.to_ne_bytes());
-            content.push(u8::try_from(keys.len()).unwrap_or(0));
-            // More keys than a byte counts: every search returns the rule.
-            for Key(key) in keys.iter().filter(|_| keys.len() <= usize::from(u8::MAX)) {
-                content.extend(key.to_ne_bytes());
-            }
-        }
+    fn save(mut self) {
+        self.entries.extend(self.tail());
         // Always the same name, so that a killed process leaves one file at most. Of two processes
         // at once, one can publish the file of the other, which is complete.
         let temporary = self.path.with_extension("tmp");
@@ -289,14 +227,13 @@ impl Index {
             .recursive(true)
             .mode(0o755)
             .create(FOLDER)
-            .and_then(|()| cni_linux::file::replace(&self.path, &temporary, &content));
+            .and_then(|()| cni_linux::file::replace(&self.path, &temporary, &self.entries));
     }
 
-    /// Returns the beginning of the file: everything that must be the same for the file to be used.
-    fn head(&self) -> Vec<u8> {
-        let Identity { netns_cookie, table, chain } = self.identity;
-        let numbers = [netns_cookie, table, chain, self.uses.into()].map(u64::to_ne_bytes).concat();
-        [MAGIC, numbers.as_slice(), &boot_id()].concat()
+    /// Returns the end of the file: everything that must be the same for the file to be used. A
+    /// file that was cut has no such end.
+    fn tail(&self) -> Vec<u8> {
+        [self.identity.as_slice(), &self.uses.to_ne_bytes(), MAGIC].concat()
     }
 
     /// Returns what the change does to the rules of this chain; `None` for a change elsewhere.
@@ -359,11 +296,14 @@ impl Nft {
         search: Search<'_>,
         rules: impl Iterator<Item = (u64, Vec<Key>)>,
     ) -> Result<()> {
-        let entries: Vec<Entry> = rules.map(|(handle, keys)| Entry { handle, keys }).collect();
-        if entries.len() < RULES_MIN as usize {
-            return Ok(());
+        let (mut entries, mut count) = (Vec::new(), 0);
+        for (handle, keys) in rules {
+            write_entry(handle, &keys, &mut entries);
+            count += 1;
         }
-        if let Some(identity) = self.chain_identity(table, chain)? {
+        if count >= RULES_MIN
+            && let Some(identity) = self.chain_identity(table, chain)?
+        {
             self.indexes.push(Index::new(table, chain, identity, search, entries));
         }
         Ok(())
@@ -414,7 +354,8 @@ impl Nft {
             return Ok(None);
         };
         let mut rules = Vec::new();
-        for handle in self.indexes[position].handles(wanted) {
+        let handles: Vec<u64> = self.indexes[position].find(wanted).map(|entry| entry.handle).collect();
+        for handle in handles {
             match self.rule(table, &chain.name, handle)? {
                 Some(listed) => rules.push(listed),
                 None => {
@@ -443,50 +384,37 @@ impl Nft {
         }
     }
 
-    /// Returns the numbers that tell the chain from all others; `None` on kernels that lack one.
-    fn chain_identity(&mut self, table: Table<'_>, chain: &Chain) -> Result<Option<Identity>> {
+    /// Returns the bytes that tell the chain from all others; `None` on kernels that lack a number.
+    fn chain_identity(&mut self, table: Table<'_>, chain: &Chain) -> Result<Option<Vec<u8>>> {
         let what = format!("failed to read nft table {table}");
         let request =
             NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
         let mut handle = None;
         self.ask(&what, table.family, &request, 0, |message| handle = decode::table(message.payload))?;
-        let netns_cookie = self.socket()?.netns_cookie();
-        Ok(netns_cookie.zip(handle).map(|(netns_cookie, (table, _))| Identity {
-            netns_cookie,
-            table,
-            chain: chain.handle,
+        let numbers = self.socket()?.netns_cookie().zip(handle);
+        Ok(numbers.map(|(cookie, (table, _))| {
+            // Empty if it cannot be read.
+            let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+            [[cookie, table, chain.handle].map(u64::to_ne_bytes).as_flattened(), &boot].concat()
         }))
     }
-}
-
-/// Decodes the entries of a file; `None` if they are cut or malformed.
-fn decode_entries(bytes: &[u8]) -> Option<Vec<Entry>> {
-    let (count, mut bytes) = bytes.split_first_chunk()?;
-    // An entry has 8 bytes at least, and usually two keys.
-    let mut entries = Vec::with_capacity(bytes.len() / 16);
-    while let Some((handle, rest)) = bytes.split_first_chunk::<8>() {
-        let (count, rest) = rest.split_first()?;
-        let (keys, rest) = rest.split_at_checked(4 * usize::from(*count))?;
-        let keys = keys.as_chunks::<4>().0.iter().map(|key| Key(u32::from_ne_bytes(*key))).collect();
-        entries.push(Entry { handle: u64::from_ne_bytes(*handle), keys });
-        bytes = rest;
-    }
-    (bytes.is_empty() && entries.len() == usize::from_ne_bytes(*count)).then_some(entries)
 }
 
 /// Reads a file that only this process's user or root can have written; `None` if there is none.
 fn read_private(path: &Path) -> Option<Vec<u8>> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+    let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     let metadata = file.metadata().ok()?;
     let is_private = metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o077 == 0;
     if !metadata.is_file() || !is_private || metadata.len() > FILE_MAX {
         return None;
     }
-    // With room for one byte more, the end is found without another allocation.
-    let mut content = Vec::with_capacity(usize::try_from(metadata.len()).ok()? + 1);
-    let read: io::Result<usize> = file.take(FILE_MAX).read_to_end(&mut content);
-    read.ok().map(|_| content)
+    let len = usize::try_from(metadata.len()).ok()?;
+    // With room for the rules of a few transactions, so that they need no other allocation.
+    let mut content = Vec::with_capacity(len + 2048);
+    content.resize(len, 0);
+    // A file is never written in place, so its length does not change.
+    file.read_exact(&mut content).ok().map(|()| content)
 }
 
 /// Reads a rule in the kernel's report about a transaction. `position` is that of its message.
