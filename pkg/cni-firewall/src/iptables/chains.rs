@@ -23,6 +23,8 @@ pub struct Chains<'a> {
     pub(super) read_chains: BTreeMap<String, Option<Chain>>,
     /// The chains of iptables-nft that were looked for; `None` for one that does not exist.
     pub(super) found_chains: BTreeMap<String, Option<nft::Chain>>,
+    /// Whether a transaction may follow, which writes the indexes that are made from what is read.
+    pub(super) makes_indexes: bool,
 }
 
 /// What a rule contains.
@@ -125,7 +127,8 @@ impl Chains<'_> {
     /// Returns the chains in the output of a save program, for tests of plans.
     #[cfg(test)]
     pub(crate) fn of_text(table: Table, family: Family, saved: &str) -> Chains<'static> {
-        Chains { table, family, nft: None, read_chains: super::parse(saved), found_chains: BTreeMap::new() }
+        let (read_chains, found_chains) = (super::parse(saved), BTreeMap::new());
+        Chains { table, family, nft: None, read_chains, found_chains, makes_indexes: false }
     }
 
     /// Returns the family of the table.
@@ -185,13 +188,20 @@ impl Chains<'_> {
         {
             let (table, family) = (self.table.in_nf_tables(self.family), self.family);
             let keys: Option<Vec<Key>> = parts.iter().map(|part| part.key()).collect();
-            let listed = match found.zip(keys) {
+            let indexed = match found.zip(keys) {
                 Some((chain, wanted)) => {
                     let reads_all_if_missing = purpose == Purpose::Read;
                     let search =
                         Search { keys_of: keys_in(family), appended: &[], wanted: &wanted, reads_all_if_missing };
-                    nft.rules_with_keys(table, &chain, search)?
+                    match self.makes_indexes {
+                        true => Some(nft.rules_with_keys(table, &chain, search)?),
+                        false => nft.rules_by_index(table, &chain, search)?,
+                    }
                 }
+                None => None,
+            };
+            let listed = match indexed {
+                Some(listed) => listed,
                 None => {
                     let needles: Vec<Vec<u8>> = parts.iter().map(|part| part.bytes()).collect();
                     let has_part = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
@@ -223,7 +233,9 @@ impl Chains<'_> {
             let reads_all_if_missing = address.is_none();
             let search =
                 Search { keys_of: keys_of.of(self.family), appended: &appended, wanted: &wanted, reads_all_if_missing };
-            return self.find_indexed(&chain, search, keys_of);
+            if let Some(found) = self.find_indexed(&chain, search, keys_of)? {
+                return Ok(found);
+            }
         }
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
         // Matches of xtables have ports in the machine's byte order, comparisons of nf_tables in
@@ -234,15 +246,19 @@ impl Chains<'_> {
         Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
     }
 
-    /// Does [`find_jumps`](Chains::find_jumps) in a long chain. If the chain has no index, makes
-    /// one from a list of the whole table: the rules of the chain and, because a search can be by
-    /// the address that a rule leads to, those of the chains that they jump to.
-    fn find_indexed(&mut self, chain: &nft::Chain, search: Search<'_>, keys_of: JumpKeys) -> Result<Vec<Rule>> {
-        let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
+    /// Does [`find_jumps`](Chains::find_jumps) in a long chain by its index. If the chain has no
+    /// index, makes one from a list of the whole table: the rules of the chain and, because a
+    /// search can be by the address that a rule leads to, those of the chains that they jump to.
+    /// Returns `None` instead if no transaction would write the index.
+    fn find_indexed(&mut self, chain: &nft::Chain, search: Search<'_>, keys_of: JumpKeys) -> Result<Option<Vec<Rule>>> {
+        let Some(nft) = &mut self.nft else { return Ok(None) };
         let (table, family) = (self.table.in_nf_tables(self.family), self.family);
         let in_words = |listed: Listed| compat::rule_in_words(family, listed);
         if let Some(found) = nft.rules_by_index(table, chain, search)? {
-            return Ok(found.into_iter().map(in_words).collect());
+            return Ok(Some(found.into_iter().map(in_words).collect()));
+        }
+        if !self.makes_indexes {
+            return Ok(None);
         }
         let what = format!("failed to list nft table {table}");
         let rules = nft.read_at_once(&what, |nft| nft.rules_of_table(table, |_, _| true))?;
@@ -266,7 +282,7 @@ impl Chains<'_> {
             let keys = (search.keys_of)(listed);
             keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
         };
-        Ok(jumps.into_iter().filter(|listed| is_wanted(listed)).cloned().map(in_words).collect())
+        Ok(Some(jumps.into_iter().filter(|listed| is_wanted(listed)).cloned().map(in_words).collect()))
     }
 
     /// Returns the chains whose names begin with `prefix` and that have a rule with this address.

@@ -143,7 +143,9 @@ impl Iptables<'_> {
     ) -> Result<Option<Vec<PlannedEdit>>> {
         let mut planned = Vec::new();
         for (family, variant) in families {
-            let Some(edit) = plan(&mut self.read(*family, *variant)?)? else { return Ok(None) };
+            let mut chains = self.read(*family, *variant)?;
+            chains.makes_indexes = true;
+            let Some(edit) = plan(&mut chains)? else { return Ok(None) };
             let text = edit.restore_text(self.table)?;
             planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
         }

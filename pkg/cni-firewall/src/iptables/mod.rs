@@ -258,7 +258,7 @@ impl<'m> Iptables<'m> {
                 }
             }
         }
-        Ok(Chains { table: self.table, family, nft, read_chains, found_chains: BTreeMap::new() })
+        Ok(Chains { table: self.table, family, nft, read_chains, found_chains: BTreeMap::new(), makes_indexes: false })
     }
 
     /// Makes the changes that `plan` returns, under the namespace's lock. `plan` is called again if
