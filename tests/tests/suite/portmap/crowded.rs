@@ -116,6 +116,21 @@ fn a_call_reads_as_much_on_a_full_node_as_on_an_empty_one() {
     });
 }
 
+/// One socket for the rules of the attachment, and one for the route to its address.
+#[test]
+fn check_reads_rules_that_are_in_place_once() {
+    require!(trace::supported());
+    each(&BACKENDS, |world| {
+        let (pod, config) = (world.dual(), world.config(json!([map(8080, 80, "tcp")])));
+        pod.add(&config).success();
+        let traced = killed_at(&pod, "CHECK", &config, u64::MAX);
+        traced.outcome.success();
+        let sockets = traced.all.iter().filter(|hit| hit.call == "socket").count();
+        assert!(sockets <= 2, "{:?}: {sockets} sockets", world.backend);
+        pod.leave();
+    });
+}
+
 /// The number of rules is the same as before, but one is another container's. Go removes the last
 /// rule of the chain, or the one before it.
 #[test]
