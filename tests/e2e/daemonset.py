@@ -23,7 +23,7 @@ def arguments():
     for name, value in re.findall(r"- { name: (\S+), value: (\S+) }", text):
         words += ["-e", f"{name}={value}"]
     for name, path, read_only, slave in mounts:
-        if f"path: {volumes[name]}, type: FileOrCreate" in text:
+        if f"path: {volumes[name]}, type: File" in text:
             open(volumes[name], "a", encoding="utf-8").close()
         else:
             os.makedirs(volumes[name], exist_ok=True)
@@ -52,7 +52,7 @@ def scenario_the_container_of_the_daemonset_removes_what_a_storm_has_left(node):
     for identifier in set(runtime.pods()) - set(kept):
         runtime.stop_pod(identifier)
         runtime.remove_pod(identifier)
-    # containerd knows most pods of the storm again. It never knew these: some are gone, and some exist.
+    # containerd knows most pods of the storm again. It never knew these: some are gone, some exist.
     for number in range(6):
         lose(f"lost{number}")
     for number in range(3):

@@ -36,7 +36,9 @@ impl Kubernetes<'_> {
         let response = self.0.send(method, &path, accept, &body)?;
         match response.status {
             200 | 201 => Ok(Outcome::Done(response)),
-            409 => Ok(Outcome::Conflict),
+            // A reading has no conflict: the answer proves nothing.
+            409 if method != "GET" => Ok(Outcome::Conflict),
+            409 => Err(Failure::Unknown(format!("{}: HTTP 409", response.request))),
             // Without the kind, the server answers with a text.
             404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => Ok(Outcome::Absent),
             404 => {
@@ -60,6 +62,14 @@ impl Kubernetes<'_> {
         let mut list = self.read(path)?.unwrap_or_default();
         let unlisted = |_| Failure::Unknown(format!("the answer to GET {path} is not a list"));
         serde_json::from_value(list["items"].take()).map_err(unlisted)
+    }
+
+    /// Creates an object.
+    fn create_object(&mut self, path: &str, object: Value) -> Answer<Outcome> {
+        match self.write("POST", path, object)? {
+            Outcome::Absent => Err(Failure::Unknown(format!("POST {path}: HTTP 404: NotFound"))),
+            outcome => Ok(outcome),
+        }
     }
 
     /// Creates or replaces an object.
@@ -98,12 +108,12 @@ impl Store for Kubernetes<'_> {
     }
 
     fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
-        self.write("POST", "ippools", object("IPPool", json!({"name": name}), pool))
+        self.create_object("ippools", object("IPPool", json!({"name": name}), pool))
     }
 
     fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
         let name = name(&claim.pool, claim.first);
-        self.write("POST", "ipblocks", object("IPBlock", json!({"name": name}), claim))
+        self.create_object("ipblocks", object("IPBlock", json!({"name": name}), claim))
     }
 
     fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {

@@ -259,6 +259,22 @@ fn a_server_without_the_kinds_names_what_to_install() {
 }
 
 #[test]
+fn a_status_that_does_not_fit_the_request_proves_nothing() {
+    let (server, _, mut store) = node1();
+    let status = |code: u16, reason: &str| {
+        let text = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code});
+        Fault::Answer(code, "Content-Type: application/json\r\n", text.to_string())
+    };
+    // A node that is taken for absent loses its claims.
+    once(&server, "GET", status(409, "Conflict"));
+    let text = unknown(store.node_state("node2"));
+    assert!(text.contains("HTTP 409"), "{text}");
+    once(&server, "POST", status(404, "NotFound"));
+    let text = unknown(store.create(&claim(POOL, "10.61.0.64", "node1")));
+    assert!(text.contains("HTTP 404"), "{text}");
+}
+
+#[test]
 fn the_outcome_of_a_lost_answer_is_found_by_the_next_request() {
     let (server, _, mut store) = node1();
     let own = claim(POOL, "10.61.0.64", "node1");

@@ -20,8 +20,8 @@ use cni::{Code, Error};
 use http::{HeaderMap, Request};
 use tokio::net::UnixStream;
 
-/// The longest answer, in bytes. A pod takes about 500.
-const MAX_ANSWER: usize = 64 << 20;
+/// The longest answer, in bytes: the limit of the runtimes themselves. A pod takes about 500.
+const MAX_ANSWER: usize = 16 << 20;
 
 /// How long the request may take.
 pub const TIME_LIMIT: Duration = Duration::from_secs(30);
@@ -37,7 +37,7 @@ const METHOD: &str = "http://localhost/runtime.v1.RuntimeService/ListPodSandbox"
 /// # Errors
 /// - Code 5 if no process listens at the socket, the runtime refuses the request, does not answer
 ///   within `limit`, or closes the connection, or a signal to end arrives.
-/// - Code 6 if the answer is not that of a runtime, is incomplete, or is longer than 64 MiB.
+/// - Code 6 if the answer is not that of a runtime, is incomplete, or is longer than 16 MiB.
 pub fn list_pods(socket: &Path, machine: &dyn Machine, limit: Duration) -> Result<Vec<String>, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
@@ -92,7 +92,7 @@ async fn read(response: http::Response<h2::RecvStream>) -> Result<Vec<u8>, Error
         let data = data.map_err(failed)?;
         answer.extend_from_slice(&data);
         if answer.len() > MAX_ANSWER {
-            return Err(Error::new(Code::DECODE, "the answer is longer than 64 MiB"));
+            return Err(Error::new(Code::DECODE, "the answer is longer than 16 MiB"));
         }
         body.flow_control().release_capacity(data.len()).map_err(failed)?;
     }

@@ -27,15 +27,20 @@ pub(crate) fn unframe(body: &[u8]) -> Result<&[u8], Error> {
 ///
 /// # Errors
 /// Code 6 if the answer is malformed, or a pod has no ID.
-pub(crate) fn parse_pods(message: &[u8]) -> Result<Vec<String>, Error> {
+pub(crate) fn parse_pods(mut message: &[u8]) -> Result<Vec<String>, Error> {
     let malformed = || Error::new(Code::DECODE, "the list of pods is malformed");
-    let pods = fields(message).ok_or_else(malformed)?;
     let mut ids = Vec::new();
-    for pod in pods.into_iter().filter_map(|(number, pod)| (number == 1).then_some(pod)) {
-        // Of a field that is repeated in spite of its definition, the last one counts.
-        let id =
-            fields(pod.ok_or_else(malformed)?).ok_or_else(malformed)?.into_iter().rfind(|(number, _)| *number == 1);
-        let id = id.and_then(|(_, id)| str::from_utf8(id?).ok()).filter(|id| !id.is_empty());
+    while !message.is_empty() {
+        let (1, pod) = take_field(&mut message).ok_or_else(malformed)? else { continue };
+        let (mut pod, mut id) = (pod.ok_or_else(malformed)?, None);
+        while !pod.is_empty() {
+            let (number, content) = take_field(&mut pod).ok_or_else(malformed)?;
+            if number == 1 {
+                // Of a field that is repeated in spite of its definition, the last one counts.
+                id = content;
+            }
+        }
+        let id = id.and_then(|id| str::from_utf8(id).ok()).filter(|id| !id.is_empty());
         ids.push(id.ok_or_else(|| Error::new(Code::DECODE, "a pod in the list has no ID"))?.to_owned());
     }
     Ok(ids)
@@ -44,28 +49,21 @@ pub(crate) fn parse_pods(message: &[u8]) -> Result<Vec<String>, Error> {
 /// A field's number, and its content if that has a length.
 type Field<'a> = (u64, Option<&'a [u8]>);
 
-/// Returns the fields of a message; `None` if it is malformed.
-fn fields(mut message: &[u8]) -> Option<Vec<Field<'_>>> {
-    let mut fields = Vec::new();
-    while !message.is_empty() {
-        let key = take_varint(&mut message)?;
-        let content = match key & 7 {
-            0 => take_varint(&mut message).map(|_| None)?,
-            1 => message.split_off(..8).map(|_| None)?,
-            2 => {
-                let length = usize::try_from(take_varint(&mut message)?).ok()?;
-                Some(message.split_off(..length)?)
-            }
-            5 => message.split_off(..4).map(|_| None)?,
-            _ => return None,
-        };
-        let number = key >> 3;
-        if number == 0 {
-            return None;
+/// Takes a field from the beginning of a message; `None` if the message is malformed.
+fn take_field<'a>(message: &mut &'a [u8]) -> Option<Field<'a>> {
+    let key = take_varint(message)?;
+    let content = match key & 7 {
+        0 => take_varint(message).map(|_| None)?,
+        1 => message.split_off(..8).map(|_| None)?,
+        2 => {
+            let length = usize::try_from(take_varint(message)?).ok()?;
+            Some(message.split_off(..length)?)
         }
-        fields.push((number, content));
-    }
-    Some(fields)
+        5 => message.split_off(..4).map(|_| None)?,
+        _ => return None,
+    };
+    let number = key >> 3;
+    (number != 0).then_some((number, content))
 }
 
 /// Takes a number from the beginning of a message: seven bits in each byte, the lowest first. The

@@ -234,7 +234,11 @@ fn explain_failure(call: &Call<'_>, forwarding: &Forwarding, backend: Backend, r
         Backend::Nftables => error.is_unsupported(),
         // Rules of iptables-nft can be written over netlink, without the program. An error with an
         // errno is the kernel's answer to that, and a missing program is not its cause.
-        Backend::Iptables => error.errno().is_none() && lacks_iptables_program(call, forwarding),
+        // Neither is it the cause of the end of a wait.
+        Backend::Iptables => {
+            let is_interrupted = error.is_terminated() || error.is_deadline();
+            error.errno().is_none() && !is_interrupted && lacks_iptables_program(call, forwarding)
+        }
     };
     if !is_unusable {
         return error.into();

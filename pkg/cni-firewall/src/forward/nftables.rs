@@ -159,12 +159,13 @@ fn isolation_rules(ingress: &Ingress) -> Result<Vec<Object>> {
     Ok(rules)
 }
 
-/// Fails with ENOENT if an administrator's chain is configured but does not exist.
+/// Fails if an administrator's chain is configured but does not exist: with ENOENT, or with the
+/// error of a kernel without nf_tables.
 fn check_exists(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<()> {
     let Some(chain) = admin_chain else { return Ok(()) };
     match nft.find_chain(chain.table(), &chain.chain)? {
         Some(_) => Ok(()),
-        None => Err(nft.absence().unwrap_or_else(|| {
+        None => Err(nft.unsupported_error().unwrap_or_else(|| {
             Error::new(format!("failed to find nft chain {chain}"), Cause::from(nix::errno::Errno::ENOENT))
         })),
     }

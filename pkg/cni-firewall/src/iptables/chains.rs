@@ -62,11 +62,11 @@ impl Part<'_> {
 
 /// What a search in a chain is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub(crate) enum SearchFor {
     /// The caller appends the rules that are not found.
     Append,
     /// The caller appends nothing, but compares or deletes what is found.
-    Read,
+    Compare,
 }
 
 /// Returns the function that gives the keys of a rule of this family: those of its target, its
@@ -179,7 +179,7 @@ impl Chains<'_> {
         &mut self,
         name: &str,
         parts: &[Part<'_>],
-        purpose: Purpose,
+        purpose: SearchFor,
         is_wanted: impl Fn(&Rule) -> bool,
     ) -> Result<Vec<Rule>> {
         let found = self.found_chains.get(name).cloned().flatten().filter(nft::is_long);
@@ -190,7 +190,7 @@ impl Chains<'_> {
             let keys: Option<Vec<Key>> = parts.iter().map(|part| part.key()).collect();
             let indexed = match found.zip(keys) {
                 Some((chain, wanted)) => {
-                    let reads_all_if_missing = purpose == Purpose::Read;
+                    let reads_all_if_missing = purpose == SearchFor::Compare;
                     let search =
                         Search { keys_of: keys_in(family), appended: &[], wanted: &wanted, reads_all_if_missing };
                     match self.makes_indexes {

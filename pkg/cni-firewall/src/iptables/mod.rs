@@ -46,7 +46,7 @@ mod transaction;
 mod xt;
 
 pub use chains::Chains;
-pub(crate) use chains::{JumpKeys, JumpSearch, Part, Purpose, single_address};
+pub(crate) use chains::{JumpKeys, JumpSearch, Part, SearchFor, single_address};
 pub(crate) use compat::rule_in_words;
 pub(crate) use compat::words;
 pub use edit::{Edit, check_conditions};

@@ -31,7 +31,7 @@ use cni::Cidr;
 use cni::hash::sha512_hex;
 use cni::text::cut;
 
-use crate::iptables::{Chain, Chains, Edit, Part, Purpose, Rule};
+use crate::iptables::{Chain, Chains, Edit, Part, Rule, SearchFor};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -192,7 +192,7 @@ struct ContainerRules {
 
 impl ContainerRules {
     /// Reads the rules of a container.
-    fn read(nat: &mut Chains<'_>, names: &RuleNames<'_>, purpose: Purpose) -> Result<ContainerRules> {
+    fn read(nat: &mut Chains<'_>, names: &RuleNames<'_>, purpose: SearchFor) -> Result<ContainerRules> {
         // Without the chain, POSTROUTING, which can be long, is not read: a rule cannot jump to a
         // chain that does not exist.
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
@@ -349,7 +349,7 @@ pub(super) fn ensure(
     exclude: &[Cidr],
 ) -> Result<Edit> {
     let (mut edit, names) = (Edit::new(), RuleNames::new(attachment, exclude));
-    let rules = ContainerRules::read(nat, &names, Purpose::Append)?;
+    let rules = ContainerRules::read(nat, &names, SearchFor::Append)?;
     rules.add_missing(&mut edit, &names, nat.family(), addresses);
     let tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
     let is_outdated = |tag: &Tag| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
@@ -363,23 +363,21 @@ pub(super) fn ensure(
 /// Returns the edit that removes the rules of the selected attachments.
 pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Result<Edit> {
     let (mut edit, selected) = (Edit::new(), filter.owners(ALIAS));
-    let is_garbage = |tag: &Tag| selected.contains(&tag.alias);
+    let is_selected = |tag: &Tag| selected.contains(&tag.alias);
+    // No further attachment keeps its rules.
+    let kept = &[];
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
+            // The names do not depend on what is excluded.
             let names = RuleNames::new(attachment, &[]);
-            ContainerRules::read(nat, &names, Purpose::Read)?.remove(
-                &mut edit,
-                &names.chain,
-                is_garbage,
-                untagged,
-                &[],
-            );
+            let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
+            rules.remove(&mut edit, &names.chain, is_selected, untagged, kept);
         }
         AttachmentFilter::Garbage { network, valid } => {
             let valid_chains: BTreeSet<String> = valid.iter().map(|(id, _)| chain_name(network, id)).collect();
             for (name, rules) in ContainerRules::read_all(nat, network)? {
                 let untagged = if valid_chains.contains(&name) { Untagged::Keep } else { Untagged::All };
-                rules.remove(&mut edit, &name, is_garbage, untagged, &[]);
+                rules.remove(&mut edit, &name, is_selected, untagged, kept);
             }
         }
     }
@@ -395,7 +393,7 @@ pub(super) fn check(
     exclude: &[Cidr],
 ) -> Result<Vec<String>> {
     let names = RuleNames::new(attachment, exclude);
-    let rules = ContainerRules::read(nat, &names, Purpose::Read)?;
+    let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
     let mut missing = Vec::new();
     for rule in rules.outdated_exclusions(&names, addresses) {
         let words = rule.words().join(" ");

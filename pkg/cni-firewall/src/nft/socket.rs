@@ -66,7 +66,7 @@ impl Nft {
 
     /// Returns the error of a transaction with changes on a kernel without nf_tables; `None` if no
     /// reading has shown yet that this kernel is one.
-    pub fn absence(&self) -> Option<Error> {
+    pub fn unsupported_error(&self) -> Option<Error> {
         self.socket.as_ref().err().map(Absence::error)
     }
 

@@ -233,7 +233,7 @@ fn after_einval_nothing_is_read_and_changes_are_unsupported() {
         let table = Table { family: Family::Ip, name: "t" };
         let mut connection = Nft::open().unwrap();
         assert_eq!(connection.rules(table, "c").unwrap().len(), 1);
-        assert!(connection.absence().is_none());
+        assert!(connection.unsupported_error().is_none());
         // A kernel without nf_tables answers EINVAL to every request, this one to an address of the
         // wrong length.
         assert!(!connection.has_element(table, "s", "fd00::1".parse().unwrap()).unwrap());

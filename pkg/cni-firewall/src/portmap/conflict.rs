@@ -92,7 +92,8 @@ enum Liveness {
 /// The search of an ADD for rules of other containers. Connects to the kernel only when a link or
 /// the routes are needed to find out whether a container is alive.
 ///
-/// A plan can run several times. The search keeps the remarks of all runs, each text once.
+/// A plan can run several times. In nftables only the remarks of the last run remain. In iptables,
+/// where each family has its own plan, those of all runs do, each text once.
 #[derive(Debug)]
 pub(super) struct ConflictSearch<'w> {
     /// What the ADD wants.
@@ -146,12 +147,23 @@ impl<'w> ConflictSearch<'w> {
         std::mem::take(&mut self.remarks)
     }
 
+    /// Returns the number of remarks, for [`forget_since`](ConflictSearch::forget_since).
+    pub(super) fn remark_count(&self) -> usize {
+        self.remarks.len()
+    }
+
+    /// Forgets the remarks that were added since there were `count`: the plan runs again, or its
+    /// changes will not be made.
+    pub(super) fn forget_since(&mut self, count: usize) {
+        self.remarks.truncate(count);
+    }
+
     /// Calls `search`. If it fails, forgets the remarks that it has added.
     pub(super) fn remarks_of<T>(&mut self, search: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let count = self.remarks.len();
+        let count = self.remark_count();
         let result = search(self);
         if result.is_err() {
-            self.remarks.truncate(count);
+            self.forget_since(count);
         }
         result
     }

@@ -101,6 +101,23 @@ fn add_removes_every_stale_port_to_its_address() {
 }
 
 #[test]
+fn add_without_snat_removes_stale_masquerading() {
+    require!(Backend::Nftables.probe());
+    for maker in [Maker::GoNft, Maker::Ours(Backend::Nftables)] {
+        let world = World::new(Backend::Nftables);
+        let gone = leave_behind(&world, maker);
+        assert!(everything(&world).contains("masquerade"));
+        let heir = world.pod(&narrow(&world, "net1"));
+        let config = patched(world.config(json!([map(9090, 90, "tcp")])), json!({"snat": false}));
+        heir.add(&config).success();
+        let left = everything(&world);
+        assert!(!left.contains(&gone) && !left.contains("masquerade"), "{maker:?}\n{left}");
+        heir.check(&config).success();
+        heir.leave();
+    }
+}
+
+#[test]
 fn add_without_mappings_removes_stale_ports_too() {
     require!(Backend::Nftables.probe());
     for maker in makers() {

@@ -32,7 +32,7 @@ use cni_linux::error::Result;
 
 use super::Written;
 use super::owner::{self, OwnedAddress};
-use crate::iptables::{Chains, Edit, Part, Purpose, Rule};
+use crate::iptables::{Chains, Edit, Part, Rule, SearchFor};
 use crate::nft::RulePosition::{self, First, Last};
 use crate::owner::{AttachmentFilter, Untagged};
 
@@ -73,7 +73,7 @@ fn find_rules_of(
     chain: &str,
     addresses: impl ExactSizeIterator<Item = IpAddr>,
     other: Option<Part<'_>>,
-    purpose: Purpose,
+    purpose: SearchFor,
 ) -> Result<Vec<Rule>> {
     if addresses.len() > SEARCHED_MAX {
         return Ok(filter.rules(chain)?.to_vec());
@@ -92,7 +92,7 @@ impl ExistingRules {
         filter: &mut Chains<'_>,
         addresses: &[OwnedAddress],
         admin_chain: &str,
-        purpose: Purpose,
+        purpose: SearchFor,
     ) -> Result<ExistingRules> {
         let mut existing = ExistingRules::default();
         let ips = addresses.iter().map(|owned| owned.address);
@@ -173,9 +173,9 @@ pub(super) fn ensure(
     }
     let jumps = if isolates(addresses) { &[STAGE_1, CNI_FORWARD][..] } else { &[CNI_FORWARD] };
     order_jumps(filter, &mut edit, jumps)?;
-    let existing = ExistingRules::read(filter, addresses, admin_chain, Purpose::Append)?;
+    let existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Append)?;
     let ips = addresses.iter().map(|owned| owned.address);
-    let found = find_rules_of(filter, OWNERS, ips, Some(Part::Comment(owner)), Purpose::Append)?;
+    let found = find_rules_of(filter, OWNERS, ips, Some(Part::Comment(owner)), SearchFor::Append)?;
     let records: Vec<Record> = found.iter().filter_map(Record::read).collect();
     for (chain, words, position) in required_rules(addresses, admin_chain) {
         let copies = existing.find(chain, &words);
@@ -249,7 +249,7 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
 fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
     let targets = [STAGE_1, CNI_FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
-    filter.find_rules(FORWARD, &targets.map(Part::Target), Purpose::Read, is_jump)
+    filter.find_rules(FORWARD, &targets.map(Part::Target), SearchFor::Compare, is_jump)
 }
 
 /// Returns the edit that removes the rules of the selected attachments. The Go plugin writes rules
@@ -268,7 +268,7 @@ pub(super) fn purge(
     };
     let parts: Vec<Part<'_>> = selected.beginnings.iter().map(|beginning| part(beginning)).collect();
     filter.has_chain(OWNERS)?;
-    let found = filter.find_rules(OWNERS, &parts, Purpose::Read, |rule| rule.target().is_none())?;
+    let found = filter.find_rules(OWNERS, &parts, SearchFor::Compare, |rule| rule.target().is_none())?;
     // The search also finds names that contain a beginning.
     let records: Vec<Record> =
         found.iter().filter_map(Record::read).filter(|record| selected.contains(&record.owned.owner)).collect();
@@ -300,7 +300,7 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
     }
     let jumps = find_jumps(filter)?;
     let first_target = jumps.first().and_then(Rule::target).map(str::to_owned);
-    let mut existing = ExistingRules::read(filter, addresses, admin_chain, Purpose::Read)?;
+    let mut existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Compare)?;
     existing.add(FORWARD, jumps);
     let mut required = vec![(FORWARD, commented_rule(&[], JUMP_COMMENT, CNI_FORWARD))];
     if isolates(addresses) {
@@ -321,6 +321,6 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
 /// Whether [`CNI_FORWARD`] has a rule that accepts packets of one of the addresses.
 pub(super) fn accepts_any(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
     let accepting: BTreeSet<Vec<String>> = addresses.iter().flat_map(|address| accept_rules(*address)).collect();
-    let rules = find_rules_of(filter, CNI_FORWARD, addresses.iter().copied(), None, Purpose::Read)?;
+    let rules = find_rules_of(filter, CNI_FORWARD, addresses.iter().copied(), None, SearchFor::Compare)?;
     Ok(rules.iter().any(|rule| rule.whole && accepting.contains(&rule.words)))
 }

@@ -10,7 +10,7 @@ use cni_linux::route::Family;
 use super::super::owner::{Ingress, OwnedAddress};
 use super::shape::{STAGE_2, accept_rules, address_rules, isolation_rules, read_record, redirected_rule};
 use super::{CNI_FORWARD, OWNERS, Record, STAGE_1, find_rules_of};
-use crate::iptables::{Chains, Edit, Purpose, Rule, single_address};
+use crate::iptables::{Chains, Edit, Rule, SearchFor, single_address};
 
 /// The records and addresses whose rules are removed.
 #[derive(Clone, Copy, Default)]
@@ -40,7 +40,7 @@ impl Removal<'_> {
             filter.has_chain(chain)?;
         }
         let find = |filter: &mut Chains<'_>, chain| {
-            find_rules_of(filter, chain, candidates.iter().copied(), None, Purpose::Read)
+            find_rules_of(filter, chain, candidates.iter().copied(), None, SearchFor::Compare)
         };
         let (rules, records) = (find(filter, CNI_FORWARD)?, find(filter, OWNERS)?);
         let rules_of = |address: &IpAddr| [&accept_rules(*address)[..], &[redirected_rule(*address)]].concat();

@@ -13,7 +13,7 @@
 use super::conflict::ConflictSearch;
 use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, SetMark, Snat, older_mapping_remark};
 use crate::engine::Store;
-use crate::iptables::{Chains, Edit, JumpSearch, Part, Purpose, Rule};
+use crate::iptables::{Chains, Edit, JumpSearch, Part, Rule, SearchFor};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -151,7 +151,7 @@ fn find_shared_rule(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Resu
     let target = words.iter().skip_while(|word| *word != "-j").nth(1).map_or("", String::as_str);
     // POSTROUTING can be long.
     nat.has_chain(chain)?;
-    nat.find_rules(chain, &[Part::Target(target)], Purpose::Read, |rule| rule.matches(words))
+    nat.find_rules(chain, &[Part::Target(target)], SearchFor::Compare, |rule| rule.matches(words))
 }
 
 /// Plans the shared chains and rules that are missing, and the removal of duplicates.

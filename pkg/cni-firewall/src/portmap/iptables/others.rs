@@ -64,13 +64,18 @@ fn search_table(
     variant: Variant,
     search: &mut ConflictSearch<'_>,
 ) -> Result<()> {
+    let begin = search.remark_count();
     let plan = |nat: &mut Chains<'_>, search: &mut ConflictSearch<'_>| {
         // Jumps are found by port numbers, so without a port there are none to find.
         let jumps = if request.claims.is_empty() { Vec::new() } else { candidate_jumps(nat, request)? };
         let mut edit = Edit::new();
         plan_displacement(nat, request, &jumps, search, &mut edit)?;
-        // If a living container has a wanted port, nothing is changed.
-        Ok(if search.held.is_some() { Edit::new() } else { edit })
+        if search.held.is_some() {
+            // Nothing is changed.
+            search.forget_since(begin);
+            return Ok(Edit::new());
+        }
+        Ok(edit)
     };
     let edit = plan(&mut iptables.read(request.family, variant)?, search)?;
     if edit.is_empty() {

@@ -73,7 +73,7 @@ pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>
     let read = |nft: &mut Nft| {
         let families = wanted.families().map(|request| {
             let shared = Shared::read(nft, request.family, wanted.snat)?;
-            let rules = read_rules(nft, request.family, &shared.chains, &keys, true)?;
+            let rules = read_rules(nft, request.family, &shared.chains, &keys, &[])?;
             Ok(FamilyPlan { request, shared, rules })
         });
         families.collect::<Result<Vec<_>>>()

@@ -76,14 +76,17 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
         Some(_) => HostLink::Present,
         None => HostLink::Absent,
     };
+    let appended: &[&str] = if wanted.snat == Snat::No { &[HOSTPORTS] } else { &[HOSTPORTS, MASQUERADING] };
+    let begin = search.remark_count();
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let (mut plans, mut dead_rules) = (Vec::new(), Vec::new());
         search.held = None;
+        search.forget_since(begin);
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
         // looks for them.
         for request in wanted.families_with_address() {
             let shared = Shared::read(nft, request.family, wanted.snat)?;
-            let rules = read_rules(nft, request.family, &shared.chains, &keys(&request, &identity), false)?;
+            let rules = read_rules(nft, request.family, &shared.chains, &keys(&request, &identity), appended)?;
             if wanted.policy == Policy::RefuseIfAlive {
                 dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
                 remark_older_mappings(&rules, &request, &identity, search);
@@ -120,10 +123,12 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
     let mut nft = Nft::open()?;
     // Mostly there is nothing to remove. Then one reading of each list is enough.
     nft.wait_for_generation()?;
+    let begin = search.remark_count();
     if find_dead_rules(&mut nft, search)?.is_empty() {
         return Ok(());
     }
     let plan = |nft: &mut Nft, batch: &mut Batch| {
+        search.forget_since(begin);
         delete_rules(batch, &find_dead_rules(nft, search)?);
         Ok(())
     };
@@ -137,11 +142,13 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
 /// container has an address; none if a living container has a wanted port.
 fn find_dead_rules(nft: &mut Nft, search: &mut ConflictSearch<'_>) -> Result<Vec<ContainerRule>> {
     let (identity, mut dead_rules) = (Identity::new(&search.wanted.attachment), Vec::new());
+    let begin = search.remark_count();
     search.held = None;
     for request in search.wanted.families_with_address() {
         let rules = state::read_conflicting(nft, &request)?;
         dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
         if search.held.is_some() {
+            search.forget_since(begin);
             return Ok(Vec::new());
         }
     }

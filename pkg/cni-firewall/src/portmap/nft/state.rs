@@ -26,27 +26,29 @@ impl ContainerRule {
 }
 
 /// Reads the rules of containers in one family that have one of these keys; other rules can be
-/// among them. `chains` are those that exist; see [`Search`] for `reads_all_if_missing`.
+/// among them. `chains` are those that exist. To the chains `appended` the caller appends the rules
+/// that it does not find, so their index is enough; see [`Search`].
 pub(super) fn read_rules(
     nft: &mut Nft,
     family: Family,
     chains: &[Chain],
     keys: &[Key],
-    reads_all_if_missing: bool,
+    appended: &[&str],
 ) -> Result<Vec<ContainerRule>> {
     let (table, mut rules) = (shape::table(family), Vec::new());
     for name in CONTAINER_CHAINS {
         let listed = match chains.iter().find(|chain| chain.name == name) {
-            Some(chain) => {
-                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, reads_all_if_missing };
-                nft.rules_with_keys(table, chain, search)?
-            }
-            // This chain is read without looking for it first. It is short, because only older
-            // releases of Go add rules to it.
-            None if name == HOSTIP_HOSTPORTS && !chains.is_empty() => {
+            // It is short, because only older releases of Go add rules to it. So it is read without
+            // looking for it first, and needs no index.
+            _ if name == HOSTIP_HOSTPORTS && !chains.is_empty() => {
                 let mut listed = nft.rules(table, name)?;
                 listed.retain(|listed| shape::keys(listed).iter().any(|key| keys.contains(key)));
                 listed
+            }
+            Some(chain) => {
+                let reads_all_if_missing = !appended.contains(&name);
+                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, reads_all_if_missing };
+                nft.rules_with_keys(table, chain, search)?
             }
             None => continue,
         };
@@ -88,7 +90,7 @@ pub(super) fn rules_of_attachment(nft: &mut Nft, identity: &Identity) -> Result<
     let (keys, mut rules) = ([Key::comment(&identity.comment)], Vec::new());
     for family in FAMILIES {
         let chains = find_chains(nft, family)?;
-        rules.extend(read_rules(nft, family, &chains, &keys, true)?);
+        rules.extend(read_rules(nft, family, &chains, &keys, &[])?);
     }
     Ok(rules)
 }
@@ -108,28 +110,28 @@ pub(super) struct Shared {
     pub(super) family: Family,
     /// The chains that exist.
     pub(super) chains: Vec<Chain>,
-    /// The chains that do not exist.
+    /// The chains that are needed and do not exist.
     pub(super) missing_chains: Vec<&'static str>,
     /// The rules that do not exist, each with its chain.
     missing_rules: Vec<(&'static str, Vec<Expr>)>,
 }
 
 impl Shared {
-    /// Reads them, without [`MASQUERADING`] if `snat` is [`Snat::No`]. Fails if a base chain exists
-    /// with another type, hook or priority.
+    /// Reads them. With [`Snat::No`], [`MASQUERADING`] need not exist. Fails if a base chain that
+    /// is needed exists with another type, hook or priority.
     pub(super) fn read(nft: &mut Nft, family: Family, snat: Snat) -> Result<Shared> {
         let table = shape::table(family);
         let (chains, missing_chains, missing_rules) = Default::default();
         let mut shared = Shared { family, chains, missing_chains, missing_rules };
         for (name, base) in shape::SHARED_CHAINS {
-            if name == MASQUERADING && snat == Snat::No {
-                continue;
-            }
+            let is_needed = name != MASQUERADING || snat != Snat::No;
             let Some(chain) = nft.find_chain(table, name)? else {
-                shared.missing_chains.push(name);
+                if is_needed {
+                    shared.missing_chains.push(name);
+                }
                 continue;
             };
-            if base.is_some() && chain.base != base {
+            if is_needed && base.is_some() && chain.base != base {
                 let cause =
                     Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
                 return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
