@@ -53,6 +53,11 @@ impl Folder {
         Folder { path, noun, temporary_suffix: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
     }
 
+    /// Returns the folder's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Returns the file with this name, which has no slash and does not begin with a dot.
     /// [`cni::skel`] has checked that of container IDs.
     pub fn file(&self, name: &str) -> StateFile {

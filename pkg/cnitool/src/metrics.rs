@@ -20,7 +20,7 @@ use crate::call::{Context, Exit, Streams};
 use crate::doctor::{self, CheckOutcome, Extent};
 use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
-use crate::node::leftovers;
+use crate::node::leftovers::Leftover;
 use crate::node::snapshot::{ListedPool, Snapshot};
 use crate::report::write_raw;
 
@@ -89,9 +89,9 @@ pub(crate) fn run(args: &MetricsArgs, context: &Context<'_>, streams: &mut Strea
         "Age of the process that has waited longest for a lock of host-local's reservations, 0 if none waits.",
         [(Vec::new(), wait.as_secs_f64())],
     );
-    let examined = doctor::examine(Extent::Host, context).and_then(|(outcomes, snapshot)| {
+    let examined = doctor::examine(Extent::Host, context).and_then(|(outcomes, snapshot, leftovers)| {
         add_addresses(&mut text, &snapshot, &streams.notes)?;
-        add_attachments(&mut text, &snapshot);
+        add_attachments(&mut text, &snapshot, &leftovers);
         add_findings(&mut text, &outcomes);
         add_leases(&mut text, &snapshot);
         Ok(())
@@ -139,7 +139,7 @@ fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> R
 }
 
 /// Adds the number of attachments and leftovers.
-fn add_attachments(text: &mut Exposition, snapshot: &Snapshot) {
+fn add_attachments(text: &mut Exposition, snapshot: &Snapshot, leftovers: &[Leftover]) {
     let cached = &snapshot.attachments.cached;
     let networks = cached.iter().map(|entry| [entry.network.as_str()]);
     text.add_counts("cni_attachments", "Attachments in the result cache.", ["network"], networks);
@@ -152,7 +152,6 @@ fn add_attachments(text: &mut Exposition, snapshot: &Snapshot) {
     let plugins = added.flat_map(|list| list.plugins().iter().map(|plugin| [list.name(), plugin.kind()]));
     let help = "Attachments in the result cache to which a plugin has contributed.";
     text.add_counts("cni_plugin_attachments", help, ["network", "plugin"], plugins);
-    let leftovers = leftovers::list(snapshot);
     let kinds = leftovers.iter().map(|leftover| [leftover.kind]);
     text.add_counts("cni_leftovers", "Objects of containers that do not exist any more.", ["kind"], kinds);
 }

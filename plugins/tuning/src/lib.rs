@@ -61,14 +61,19 @@ pub struct Saved {
     pub settings: Vec<String>,
 }
 
-/// Returns the backups of all networks in the configuration's `dataDir`, including complete
-/// temporary files of killed processes. Files that cannot be decoded are reported to `notes`.
+/// Returns the backups of all networks in the folders that the configurations' `dataDir` names,
+/// including complete temporary files of killed processes. Reads each folder once. Files that
+/// cannot be decoded are reported to `notes`.
 ///
 /// # Errors
-/// Code 5 if the folder or a file cannot be read, 6 if `dataDir` has a wrong type.
-pub fn saved(conf: &NetConf, notes: &Notes) -> Result<Vec<Saved>> {
+/// Code 5 if a folder or a file cannot be read, 6 if a `dataDir` has a wrong type.
+pub fn saved(confs: &[NetConf], notes: &Notes) -> Result<Vec<Saved>> {
     let mut all = Vec::new();
-    for backup in backup::list(&backup::folder(conf)?)? {
+    let mut folders = confs.iter().map(backup::folder).collect::<Result<Vec<_>>>()?;
+    folders.sort_by(|a, b| a.path().cmp(b.path()));
+    folders.dedup_by(|a, b| a.path() == b.path());
+    let backups = folders.iter().map(backup::list).collect::<Result<Vec<_>>>()?;
+    for backup in backups.into_iter().flatten() {
         let path = backup.path().to_owned();
         match backup::read(&backup)? {
             Some(Content::Record(record, _)) => {

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
+use cni::result::AddResult;
 use cni_linux::{Link, program, sysctl};
 use libcni::cache::Entry;
 use serde_json::Value;
 
 use super::{CheckOutcome, Examined, Extent, advice};
 use crate::node::objects::HOST_PORT;
-use crate::node::result_of;
 
 /// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
 fn stdout_of(node: &Examined<'_>, program: &str, args: &[&str]) -> Option<String> {
@@ -63,12 +63,12 @@ struct BridgeNames {
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(node: &Examined<'_>, bridge: &Link) -> BridgeNames {
-        let entries: Vec<&Entry> = node.snapshot.attachments.entries_on_bridge(bridge).collect();
+        let (entries, results): (Vec<&Entry>, Vec<Option<&AddResult>>) =
+            node.snapshot.attachments.entries_on_bridge(bridge).unzip();
         let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
         let mut host_ports = node.snapshot.objects.iter().filter(|object| object.fact.kind == HOST_PORT);
         let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
-        let results = entries.into_iter().filter_map(result_of);
-        let addresses = results.flat_map(|result| result.ips).flat_map(|ip| {
+        let addresses = results.into_iter().flatten().flat_map(|result| &result.ips).flat_map(|ip| {
             let (subnet, address) = (ip.address.network(), ip.address.address());
             let full_length = if address.is_ipv4() { 32 } else { 128 };
             [format!("{address}"), format!("{address}/{full_length}"), format!("{subnet}")]

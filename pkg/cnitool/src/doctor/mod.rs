@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::call::{Context, Exit, Streams};
 use crate::inspect::{AttachmentReport, RULE_KINDS};
-use crate::node::leftovers::{self, quoted};
+use crate::node::leftovers::{self, Leftover, quoted};
 use crate::node::snapshot::Snapshot;
 use crate::node::{bridges_of, by_precedence, is_true, name_of, plugins_in};
 use crate::report::{Fact, Report};
@@ -140,7 +140,7 @@ struct Examined<'a> {
 /// - The kernel's error if a check cannot list links, routes or packet filter rules.
 /// - Code 5 if a folder cannot be read or stdout cannot be written.
 pub(crate) fn run(context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
-    let (outcomes, _) = examine(Extent::All, context)?;
+    let (outcomes, ..) = examine(Extent::All, context)?;
     let (well, bad): (Vec<CheckOutcome>, _) = outcomes.into_iter().partition(|outcome| outcome.findings.is_empty());
     let findings: Vec<Finding> = bad.into_iter().flat_map(|outcome| outcome.findings).collect();
     let mut report = Report::new(streams);
@@ -176,12 +176,16 @@ pub(crate) enum Extent {
     Host,
 }
 
-/// Runs the checks. Also returns the state of the node that they examined.
+/// Runs the checks. Also returns the state of the node that they examined, and its leftovers.
 ///
 /// # Errors
 /// As [`run`], except those about stdout.
-pub(crate) fn examine(extent: Extent, context: &Context<'_>) -> Result<(Vec<CheckOutcome>, Snapshot), Error> {
+pub(crate) fn examine(
+    extent: Extent,
+    context: &Context<'_>,
+) -> Result<(Vec<CheckOutcome>, Snapshot, Vec<Leftover>), Error> {
     let (snapshot, runtime) = (Snapshot::take(context)?, context.runtime());
+    let leftovers = leftovers::list(&snapshot);
     let node = Examined { context, extent, snapshot, runtime, netlink: Netlink::open()? };
     let policy = firewall::policy(&node);
     let bridge_netfilter = firewall::bridge_netfilter(&policy);
@@ -198,12 +202,12 @@ pub(crate) fn examine(extent: Extent, context: &Context<'_>) -> Result<(Vec<Chec
         bridge_netfilter,
         firewall::variants(&node),
         firewall::conntrack(),
-        left_over(&node),
+        left_over(&leftovers),
     ];
     if extent == Extent::All {
         outcomes.insert(outcomes.len() - 1, attachments(&node));
     }
-    Ok((outcomes, node.snapshot))
+    Ok((outcomes, node.snapshot, leftovers))
 }
 
 /// Checks that each cached attachment agrees with its result and configuration, as `inspect` does.
@@ -233,12 +237,12 @@ fn attachments(node: &Examined<'_>) -> CheckOutcome {
 }
 
 /// Reports the leftovers that `inspect` finds.
-fn left_over(node: &Examined<'_>) -> CheckOutcome {
+fn left_over(leftovers: &[Leftover]) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("left over");
-    for leftover in leftovers::list(&node.snapshot) {
+    for leftover in leftovers {
         let (kind, object) = (leftover.kind, leftover.text());
         let what = format!("{kind} {object}: {}", leftover.reason);
-        outcome.push(what, object, kind.to_owned(), leftover.command.into());
+        outcome.push(what, object, kind.to_owned(), leftover.command.clone().into());
     }
     // A command for each of many objects would be hard to read.
     for finding in outcome.findings.iter_mut().filter(|finding| finding.objects.len() > 3) {
@@ -261,7 +265,7 @@ impl Examined<'_> {
     fn a_used_network_sets(&self, keys: &[&str]) -> bool {
         let sets_a_key =
             |config: &[u8]| plugins_in(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
-        if self.snapshot.attachments.entries_with_link(|_| true).any(|entry| sets_a_key(&entry.config)) {
+        if self.snapshot.attachments.entries_with_link(|_| true).any(|(entry, _)| sets_a_key(&entry.config)) {
             return true;
         }
         let used_bridges = self.snapshot.bridges();

@@ -10,7 +10,7 @@ use cni_plugin::interface::disabled_forwarding;
 
 use super::{CheckOutcome, Examined};
 use crate::node::leftovers::quoted;
-use crate::node::{name_of, result_of};
+use crate::node::name_of;
 
 /// Checks that the host forwards packets, if a network that containers use needs forwarding. Agrees
 /// with CHECK of bridge and ptp.
@@ -19,8 +19,8 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
     if !node.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
-    let results = node.snapshot.attachments.cached.iter().filter_map(result_of);
-    let ips = results.flat_map(|result| result.ips);
+    let results = node.snapshot.attachments.with_results().filter_map(|(_, result)| result);
+    let ips = results.flat_map(|result| &result.ips);
     let families: Vec<Family> = ips.map(|ip| Family::of(ip.address.address())).collect();
     // The links behind which containers use the host as a gateway.
     let attached_links = &node.snapshot.attachments.attached_links;
@@ -213,8 +213,8 @@ pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
         if read_mode("all").max(read_mode(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
-        for entry in node.snapshot.attachments.entries_on_bridge(bridge) {
-            let Some(result) = result_of(entry) else { continue };
+        for (entry, result) in node.snapshot.attachments.entries_on_bridge(bridge) {
+            let Some(result) = result else { continue };
             for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();
                 if node.netlink.outgoing_interface(address).ok() != Some(bridge.index) {

@@ -5,6 +5,7 @@
 //!
 //! Every verb that reports or removes leftovers decides with [`Liveness`].
 
+use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 
 use cni::machine::Machine;
@@ -65,10 +66,13 @@ impl Liveness {
 pub(crate) struct Attachments {
     /// The entries of all result caches.
     pub(crate) cached: Vec<Entry>,
-    /// The attachments of these entries, whether each is in use, and its position by its alias.
+    /// The attachments of these entries, whether each is in use, and its position by its alias. If
+    /// several caches have an attachment, the position is that of an entry that is in use.
     ids: Vec<AttachmentId>,
     liveness: Vec<Liveness>,
     by_alias: HashMap<String, usize>,
+    /// The results in these entries, once they are needed.
+    results: OnceCell<Vec<Option<AddResult>>>,
     /// A line for each file of a result cache without a usable entry.
     pub(crate) unreadable: Vec<String>,
     /// The links in the namespace of this process, which is the host's.
@@ -94,11 +98,16 @@ impl Attachments {
         problems.iter().for_each(|problem| context.notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
         let ids: Vec<AttachmentId> = cached.iter().map(Entry::id).collect();
-        let by_alias = ids.iter().map(AttachmentId::alias).zip(0..).collect();
-        let liveness = cached.iter().map(|entry| Liveness::of(entry, context.call.machine)).collect();
+        let liveness: Vec<Liveness> = cached.iter().map(|entry| Liveness::of(entry, context.call.machine)).collect();
+        // Those that are in use come last, and replace others.
+        let mut positions: Vec<usize> = (0..ids.len()).collect();
+        positions.sort_by_key(|position| matches!(liveness.get(*position), Some(Liveness::InUse(_))));
+        let alias = |position: usize| Some((ids.get(position)?.alias(), position));
+        let by_alias = positions.into_iter().filter_map(alias).collect();
         let (unreadable, aliased_links, attached_links) = (problems, Vec::new(), Vec::new());
+        let results = OnceCell::new();
         let mut found =
-            Attachments { cached, ids, liveness, by_alias, unreadable, links, aliased_links, attached_links };
+            Attachments { cached, ids, liveness, by_alias, results, unreadable, links, aliased_links, attached_links };
         let aliased = |link: &Link| Some((found.attachment_in_alias(link)?, link.clone()));
         found.aliased_links = found.links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
         found.attached_links = [found.aliased_links.clone(), found.find_unaliased_links()].concat();
@@ -127,13 +136,26 @@ impl Attachments {
     /// Returns whether one reservation is in use.
     fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation) -> Liveness {
         let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
-        let mut outcome = Liveness::Unknown("the result cache does not have its attachment".to_owned());
-        for (liveness, _) in self.liveness.iter().zip(&self.ids).filter(|(_, attachment)| owner.matches(attachment)) {
-            outcome = liveness.clone();
-            if let Liveness::InUse(_) = outcome {
-                return outcome;
-            }
-        }
+        let known: Vec<&Liveness> = match ifname {
+            Some(ifname) => self
+                .position(&AttachmentId::new(network, id, ifname))
+                .and_then(|at| self.liveness.get(at))
+                .into_iter()
+                .collect(),
+            None => self
+                .liveness
+                .iter()
+                .zip(&self.ids)
+                .filter(|(_, id)| owner.matches(id))
+                .map(|(known, _)| known)
+                .collect(),
+        };
+        let is_in_use = |liveness: &&&Liveness| matches!(liveness, Liveness::InUse(_));
+        let outcome = match known.iter().find(is_in_use).or(known.last()) {
+            Some(in_use @ Liveness::InUse(_)) => return (*in_use).clone(),
+            Some(other) => (*other).clone(),
+            None => Liveness::Unknown("the result cache does not have its attachment".to_owned()),
+        };
         // The host's end of a link disappears with the container's end, so its existence shows that
         // the container exists.
         let link = self.aliased_links.iter().find(|(attachment, _)| owner.matches(attachment));
@@ -141,9 +163,14 @@ impl Attachments {
         link.map_or(outcome, |(_, link)| Liveness::InUse(in_use(link)))
     }
 
+    /// Returns the position of an attachment's cache entry.
+    fn position(&self, attachment: &AttachmentId) -> Option<usize> {
+        self.by_alias.get(&attachment.alias()).copied()
+    }
+
     /// Whether the result cache has the attachment.
     pub(crate) fn is_cached(&self, attachment: &AttachmentId) -> bool {
-        self.by_alias.contains_key(&attachment.alias())
+        self.position(attachment).is_some()
     }
 
     /// Returns the cached attachments whose container does not exist any more, with the reason.
@@ -156,7 +183,7 @@ impl Attachments {
 
     /// Returns the cache entry of an attachment.
     pub(crate) fn find_entry(&self, attachment: &AttachmentId) -> Option<&Entry> {
-        self.cached.get(*self.by_alias.get(&attachment.alias())?)
+        self.cached.get(self.position(attachment)?)
     }
 
     /// Whether the result cache has the owner of an object, or a link of the host has its alias.
@@ -191,17 +218,27 @@ impl Attachments {
         with_link.collect()
     }
 
-    /// Returns the cached attachments of the containers that have a link on the host for which
-    /// `condition` is true.
-    pub(crate) fn entries_with_link(&self, condition: impl Fn(&Link) -> bool) -> impl Iterator<Item = &Entry> {
-        let links = self.attached_links.iter().filter(|(_, link)| condition(link));
-        let containers: HashSet<(&str, &str)> = links.map(|(id, _)| (&*id.network, &*id.container_id)).collect();
-        let has_link = move |entry: &&Entry| containers.contains(&(&*entry.network, &*entry.attachment.container_id));
-        self.cached.iter().filter(has_link)
+    /// Returns the cached attachments, each with its result if that can be decoded.
+    pub(crate) fn with_results(&self) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
+        let results = self.results.get_or_init(|| self.cached.iter().map(result_of).collect());
+        self.cached.iter().zip(results.iter().map(Option::as_ref))
     }
 
-    /// Returns the cached attachments of the containers that have a port on `bridge`.
-    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> impl Iterator<Item = &Entry> {
+    /// Returns the cached attachments of the containers that have a link on the host for which
+    /// `condition` is true, each with its result.
+    pub(crate) fn entries_with_link(
+        &self,
+        condition: impl Fn(&Link) -> bool,
+    ) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
+        let links = self.attached_links.iter().filter(|(_, link)| condition(link));
+        let containers: HashSet<(&str, &str)> = links.map(|(id, _)| (&*id.network, &*id.container_id)).collect();
+        let has_link = move |entry: &Entry| containers.contains(&(&*entry.network, &*entry.attachment.container_id));
+        self.with_results().filter(move |(entry, _)| has_link(entry))
+    }
+
+    /// Returns the cached attachments of the containers that have a port on `bridge`, each with its
+    /// result.
+    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
         self.entries_with_link(|link| link.master == Some(bridge.index))
     }
 }

@@ -11,6 +11,8 @@
 //! The objects of an ADD that is still running look like leftovers. So nothing is removed here;
 //! each leftover gets a command that the operator can run.
 
+use std::collections::BTreeSet;
+
 use cni::AttachmentId;
 use cni::json::Json;
 use cni_linux::{Link, LinkKind};
@@ -177,8 +179,10 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
 fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let configured = snapshot.networks.iter().map(NetworkList::raw);
     let recorded = snapshot.attachments.cached.iter().map(|entry| entry.config.as_slice());
+    // Most attachments of a network have the same configuration.
+    let configs: BTreeSet<&[u8]> = configured.chain(recorded).collect();
     let host_device_plugins: Vec<Json> =
-        configured.chain(recorded).flat_map(|config| plugins_of_type(config, "host-device")).collect();
+        configs.into_iter().flat_map(|config| plugins_of_type(config, "host-device")).collect();
     // A configuration without `device` selects a device by an address, or the runtime selects it.
     // So any device may be meant.
     let may_be_configured = |link: &Link, original_name: &str| {

@@ -181,21 +181,15 @@ fn of_lease(
 /// # Errors
 /// Code 5 if a folder or a file cannot be read; 6 if a `dataDir` has the wrong type.
 fn add_backups(networks: &[NetworkList], objects: &mut Vec<Object>, notes: &Notes) -> Result<(), Error> {
-    let mut seen = BTreeSet::new();
-    for conf in confs_with_default(networks, "tuning") {
-        for Saved { path, owner, settings } in plugin_tuning::saved(&conf, notes)? {
-            if !seen.insert(path.clone()) {
-                continue;
-            }
-            let file = path.file_name().unwrap_or_default().to_string_lossy();
-            let owner = match owner {
-                Some((network, id, ifname)) => Owner::Names([network, id, ifname].map(Some)),
-                None => Owner::GoBackup(file.into_owned()),
-            };
-            let fact = Fact::fine("saved", [("settings", json!(settings)), ("file", json!(path.to_string_lossy()))]);
-            let (name, place) = (settings.join(", "), path.display().to_string());
-            objects.push(Object { kind: "backup", name, place, owner, fact, removal: Some(rm_command(&path)) });
-        }
+    for Saved { path, owner, settings } in plugin_tuning::saved(&confs_with_default(networks, "tuning"), notes)? {
+        let file = path.file_name().unwrap_or_default().to_string_lossy();
+        let owner = match owner {
+            Some((network, id, ifname)) => Owner::Names([network, id, ifname].map(Some)),
+            None => Owner::GoBackup(file.into_owned()),
+        };
+        let fact = Fact::fine("saved", [("settings", json!(settings)), ("file", json!(path.to_string_lossy()))]);
+        let (name, place) = (settings.join(", "), path.display().to_string());
+        objects.push(Object { kind: "backup", name, place, owner, fact, removal: Some(rm_command(&path)) });
     }
     Ok(())
 }

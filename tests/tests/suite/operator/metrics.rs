@@ -149,6 +149,7 @@ fn metrics_read_each_cache_entry_once_and_enter_no_container() {
     require!(probe::plugin("cnitool"));
     require!(probe::tool("strace"));
     let operator = Operator::new();
+    operator.configure(json!({}), &[json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500"}})]);
     let container = operator.attach();
     let trace = operator.node.dir().join("trace").display().to_string();
     let program = cni_testkit::bin_dir().join("cnitool").display().to_string();
@@ -158,7 +159,9 @@ fn metrics_read_each_cache_entry_once_and_enter_no_container() {
     let ran = operator.node.run(&strace);
     assert!(ran.ok && ran.stdout.contains("cni_metrics_complete 1"), "{ran:?}");
     let text = fs::read_to_string(&trace).unwrap();
-    assert_eq!(text.lines().filter(|line| line.contains("/results/net1-")).count(), 1, "{text}");
+    for file in ["/results/net1-", "/run/cni/tuning/"] {
+        assert_eq!(text.lines().filter(|line| line.contains(file)).count(), 1, "{file}: {text}");
+    }
     assert!(!text.contains("setns("), "{text}");
     operator.detach(&container);
 }
