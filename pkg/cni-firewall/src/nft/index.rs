@@ -187,8 +187,10 @@ impl Index {
             return is_fresh;
         };
         if !deleted.is_empty() {
-            let remaining = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle));
-            self.entries = remaining.map(|entry| entry.bytes).collect::<Vec<_>>().concat();
+            let mut remaining = Vec::with_capacity(self.entries.len());
+            let remain = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle));
+            remain.for_each(|entry| remaining.extend(entry.bytes));
+            self.entries = remaining;
         }
         for report in &reports {
             let mut keys = (self.keys_of)(&report.listed);

@@ -46,8 +46,7 @@ pub(super) struct Entry<'i> {
 impl Entry<'_> {
     /// Whether the rule has this key.
     pub(super) fn has(&self, Key(key): &Key) -> bool {
-        // `contains` would be a call for each of thousands of entries.
-        self.keys.iter().any(|own| own == key)
+        self.keys.contains(key)
     }
 }
 
