@@ -1,6 +1,7 @@
 //! Tests the client with servers that write prepared bytes.
 
 use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread;
@@ -95,9 +96,11 @@ fn ask(first: Vec<u8>, second: Vec<u8>, then: Then, limit: Duration) -> Result<V
             read_request(&mut stream);
             let _ = stream.write_all(&second);
         }
-        if then == Then::Wait {
-            let _ = stream.read_to_end(&mut Vec::new());
+        if then == Then::Close {
+            // In one direction: a frame of the client must not meet a closed socket.
+            let _ = stream.shutdown(Shutdown::Write);
         }
+        let _ = stream.read_to_end(&mut Vec::new());
     });
     let outcome = list_pods(&socket, &Simulated(false), limit);
     server.join().unwrap();
