@@ -65,9 +65,10 @@ impl<'m> PortMap<'m> {
     /// already, nothing is changed. Sets `changed` to true if the attachment's rules may have been
     /// changed, even on an error: the caller then owes an [`undo`](PortMap::undo) if its ADD fails.
     ///
-    /// Before that, removes stale rules to the container's addresses from all tables that `backend`
-    /// does not write. If a living container has a wanted port, in any table, stops and returns
-    /// that container.
+    /// With [`Policy::RefuseIfAlive`], first removes stale rules to the container's addresses from
+    /// the tables that `backend` does not write. If a living container has a wanted port, in any
+    /// table, stops and returns that container. Mostly nothing is written then; with iptables one
+    /// family can be, if the port was taken meanwhile.
     ///
     /// # Errors
     /// See [`Refusal`].

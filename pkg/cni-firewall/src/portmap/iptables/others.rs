@@ -16,11 +16,11 @@ use crate::iptables::{Edit, Iptables, Rule, Variant};
 use cni::AttachmentId;
 use cni_linux::error::Result;
 
-/// Looks in the tables in which the ADD makes no rules for a living container that has a wanted
-/// port: those of both variants or, if the ADD maps ports with iptables, those of the variant that
-/// it does not use. In the tables before that one, removes rules of dead containers that lead to
-/// the container's addresses. In a family without a mapping, iptables-legacy is not read, because
-/// that would cost a process.
+/// Looks for a living container that has a wanted port, in the tables in which the ADD makes no
+/// rules: those of both variants or, if `written` is iptables, those of the variant that it does
+/// not use. Stops at the first such container. Until then, removes rules of dead containers that
+/// lead to the container's addresses. In a family without a mapping, iptables-legacy is not read,
+/// because that would cost a process.
 ///
 /// # Errors
 /// If tables cannot be read, or on SIGTERM. If stale rules cannot be removed, or iptables-legacy
@@ -225,6 +225,7 @@ impl<'t> OtherChain<'t> {
         if !leads_here && !claims.iter().any(|wanted| wanted.overlaps(&claim)) {
             return None;
         }
+        // The marker's alias is `cni:NETWORK/CONTAINER/IFNAME`; rules of Go's plugin have none.
         let marked = section.alias().and_then(AttachmentId::parse);
         let marked_network = marked.as_ref().map(|marked| marked.network.as_str());
         let marked_container_id = marked.as_ref().and_then(|marked| marked.container_id.as_deref());

@@ -1,4 +1,7 @@
 //! Removes the rules of an attachment or of a network, and keeps those that other attachments need.
+//!
+//! A container's chain consists of [`Section`]s, mostly one for each attachment. The jumps to the
+//! chain are not part of them.
 
 use std::collections::BTreeSet;
 
@@ -127,8 +130,8 @@ pub(super) fn plan_garbage(
 
 /// Adds to `edit` the removal of the sections of a chain for which `is_removed` is true, of the
 /// `jumps` that no kept section needs, and of the chain if no section is kept. `jumps` are all
-/// jumps to the chain; `is_removed` is called with a section and the owners from their comments.
-/// Returns the claims of the removed sections.
+/// jumps to the chain; `is_removed` is called with a section and the owners that the comments of
+/// all jumps name. Returns the claims of the removed sections.
 fn plan_removal_from(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),

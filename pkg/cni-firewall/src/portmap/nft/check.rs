@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
 use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
-use super::state::{ContainerRule, Shared, read_rules, rules_of_attachment};
+use super::state::{ContainerRule, Shared, read_rules, rules_naming_container};
 use super::{FamilyPlan, Identity, Ownership, mappings_to_other_addresses};
 use crate::nft::{Expr, Key, Nft};
 use cni_linux::error::Result;
@@ -84,7 +84,7 @@ pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>
     let has_own = |rules: &[ContainerRule]| rules.iter().any(|found| identity.owns(&found.listed.rule, &addresses));
     if !found.iter().any(|family| has_own(&family.rules)) {
         // The attachment may still have rules in a family in which no port is mapped.
-        let all = nft.read_at_once(what, |nft| rules_of_attachment(nft, &identity))?;
+        let all = nft.read_at_once(what, |nft| rules_naming_container(nft, &identity))?;
         if !has_own(&all) {
             return Ok(None);
         }
@@ -165,8 +165,9 @@ fn mapping_differences(found: &FamilyPlan<'_>, identity: &Identity, own: &OwnRul
     differences
 }
 
-/// Returns the first mapping of this container that a packet for `claim` can match. Packets pass
-/// [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
+/// Returns the first mapping of this container, of any of its attachments, whose port a packet for
+/// `claim` can match; conditions are not compared. Rules of other containers are not read. Packets
+/// pass [`HOSTIP_HOSTPORTS`] before [`HOSTPORTS`].
 fn first_mapping(rules: &[ContainerRule], identity: &Identity, claim: &ClaimedPort) -> Option<ClaimedPort> {
     let of_chain = |chain| rules.iter().filter(move |found| found.chain == chain);
     let of_container = of_chain(HOSTIP_HOSTPORTS)

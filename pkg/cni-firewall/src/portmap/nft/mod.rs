@@ -35,7 +35,7 @@ mod tests;
 pub(super) use check::check;
 use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
-use state::{ContainerRule, Shared, read_all_rules, read_rules, rules_of_attachment};
+use state::{ContainerRule, Shared, read_all_rules, read_rules, rules_naming_container};
 
 /// The reason why host ports could not be mapped.
 #[derive(Debug)]
@@ -304,7 +304,7 @@ pub(super) fn purge(store: &Store<'_>, filter: AttachmentFilter<'_>, claims: &mu
         let rules = match filter {
             AttachmentFilter::One { attachment, untagged } => {
                 let identity = Identity::new(attachment);
-                let rules = rules_of_attachment(nft, &identity)?;
+                let rules = rules_naming_container(nft, &identity)?;
                 select_one(rules, &identity, untagged)
             }
             AttachmentFilter::Garbage { network, valid } => {

@@ -85,8 +85,9 @@ pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Re
     Ok(rules)
 }
 
-/// Reads the rules in both families that name this container; other rules can be among them.
-pub(super) fn rules_of_attachment(nft: &mut Nft, identity: &Identity) -> Result<Vec<ContainerRule>> {
+/// Reads the rules in both families that have this container's comment, also those of its other
+/// attachments: the caller asks [`Identity::ownership_of`]. Other rules can be among them.
+pub(super) fn rules_naming_container(nft: &mut Nft, identity: &Identity) -> Result<Vec<ContainerRule>> {
     let (keys, mut rules) = ([Key::comment(&identity.comment)], Vec::new());
     for family in FAMILIES {
         let chains = find_chains(nft, family)?;
