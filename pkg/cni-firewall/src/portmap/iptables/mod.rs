@@ -31,8 +31,8 @@ use removal::{can_match_any, delete_section, delete_sections};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
 /// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
-/// the ports before either is changed. If there is a living holder, stops: it can have taken the
-/// port after the first family was changed.
+/// the ports before either is changed. Stops at a living holder, which can have taken the port
+/// after the first family was changed.
 ///
 /// # Errors
 /// If the host's links cannot be read, if rules cannot be written over netlink and iptables is not
@@ -71,7 +71,7 @@ fn ensure_empty_chain(
     search: &mut ConflictSearch<'_>,
     changed: &mut bool,
 ) -> Result<()> {
-    // Without a claim there is no living holder, so the plan is complete.
+    // Without a claim the search finds no living holder, so the plan is complete.
     let plan = |nat: &mut Chains<'_>| plan_family(nat, request, host_link, search);
     match store.ensure_in_iptables([request.family], plan, changed) {
         Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),

@@ -21,8 +21,8 @@ pub(super) struct JumpOwner {
 }
 
 /// Removes the rules of the selected attachments, in both families and variants. Adds the claims of
-/// these rules to `claims` even if the removal fails. Starts no process where netlink finds nothing
-/// and there is no legacy table.
+/// these rules to `claims` even if the removal fails. Starts no process if netlink finds
+/// nothing and iptables-legacy has no table.
 ///
 /// Rules made by these plugins name their attachment in a marker. The rules of Go's plugin have
 /// only the network and the container ID, in the comments of the jumps to their chain:

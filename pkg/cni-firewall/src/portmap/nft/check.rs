@@ -64,8 +64,8 @@ impl<'s> OwnRules<'s> {
 }
 
 /// Returns a sentence for each rule that differs from what [`ensure`](super::ensure) writes; empty
-/// if there is no difference, `None` if the attachment has no rule. Accepts duplicates, and the
-/// rules of Go's plugin, which has the conditions in the base chains.
+/// if none differs, `None` if the attachment has no rule. Accepts duplicates, and the rules of
+/// Go's plugin, which has the conditions in the base chains.
 pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>> {
     let (identity, addresses) = (Identity::new(&wanted.attachment), wanted.addresses());
     // Rules of other containers for the ports are not read.
