@@ -42,6 +42,18 @@ impl Netns {
         open(path).map_err(|cause| Error::new(format_args!("failed to open netns {}", quoted(path)), cause))
     }
 
+    /// Opens the namespace at `path`, as [`open`](Netns::open) does. Returns `None` if `path` is
+    /// `None`, does not exist or is not a network namespace, as after the end of a container.
+    ///
+    /// # Errors
+    /// The namespace exists, but cannot be opened.
+    pub fn open_if_exists(path: Option<&Path>) -> Result<Option<Netns>> {
+        match path.map(Netns::open).transpose() {
+            Err(error) if error.is_no_netns() => Ok(None),
+            opened => opened,
+        }
+    }
+
     /// Opens the calling thread's namespace.
     pub fn current() -> Result<Netns> {
         Netns::open(Path::new(OWN_NETNS))

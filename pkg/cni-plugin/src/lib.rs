@@ -3,6 +3,7 @@
 //! - [`main!`]: the whole `main.rs` of a plugin. [`process`]: the start of a plugin's process.
 //! - [`logging`]: the log, if `CNI_LOG` asks for one.
 //! - [`keys`]: configuration keys that several plugins have.
+//! - [`container`]: the container's namespace and interface, for chained plugins.
 //! - [`folder`]: a folder with a file for each attachment.
 //! - [`interface`]: the code shared by all plugins that create an interface.
 //! - [`identity`]: whether CNI_IFNAME belongs to the attachment, for plugins that create none.
@@ -10,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod container;
 pub mod folder;
 pub mod identity;
 pub mod interface;

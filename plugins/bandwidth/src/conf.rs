@@ -1,7 +1,6 @@
 //! Reads and checks the configuration of the plugin `bandwidth`.
 
 use cni::config::NetConf;
-use cni::json::{Json, UnknownKey};
 use cni::{Error, Result};
 use cni_linux::Tbf;
 use cni_linux::qdisc::TICK;
@@ -28,7 +27,7 @@ pub(crate) struct Limit {
 /// The keys of the configuration. Rates are in bits per second, bursts in bits.
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Keys {
+pub(crate) struct Keys {
     ingress_rate: Option<u64>,
     ingress_burst: Option<u64>,
     egress_rate: Option<u64>,
@@ -50,11 +49,6 @@ struct BandwidthCapability {
     ingress_burst: u64,
     egress_rate: u64,
     egress_burst: u64,
-}
-
-/// Returns the keys that this plugin does not read.
-pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Keys>()
 }
 
 impl Conf {

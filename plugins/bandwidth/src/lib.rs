@@ -41,7 +41,7 @@ impl Plugin for Bandwidth {
     }
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
-        conf::unknown_keys(json)
+        json.unknown_keys::<conf::Keys>()
     }
 
     /// Sets the configured limits. The result is `prevResult` and, if one is created, the ifb.
@@ -95,10 +95,6 @@ impl Plugin for Bandwidth {
 
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         gc_links(call, valid)
-    }
-
-    fn status(&self, call: &Call<'_>) -> Result<()> {
-        Conf::new(&call.conf).map(drop)
     }
 }
 

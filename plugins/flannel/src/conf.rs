@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use cni::config::NetConf;
 use cni::delegate::check_plugin_name;
-use cni::json::{Json, UnknownKey};
+use cni::json::Json;
 use cni::{Error, Result};
 use cni_plugin::keys::non_empty;
 use serde::Deserialize;
@@ -51,7 +51,7 @@ struct PathKeys {
 
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Keys {
+pub(crate) struct Keys {
     #[serde(rename = "subnetFile")]
     _subnet_file: String,
     #[serde(rename = "dataDir")]
@@ -129,11 +129,6 @@ impl Conf {
 /// Converts an object. Of duplicate keys, the last one was kept.
 fn map(object: &Object) -> Map<String, Value> {
     object.iter().map(|(key, value)| (key.clone(), value.into())).collect()
-}
-
-/// Returns the keys that this plugin does not read.
-pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Keys>()
 }
 
 #[cfg(test)]

@@ -113,7 +113,7 @@ impl Plugin for Flannel {
     }
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
-        conf::unknown_keys(json)
+        json.unknown_keys::<conf::Keys>()
     }
 
     /// Stores the configuration before the delegate runs, so that DEL finds it after a kill.

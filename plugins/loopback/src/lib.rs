@@ -2,9 +2,10 @@
 //! down if no other interface there is up.
 //!
 //! CNI_IFNAME is ignored, as in Go's plugin: the interface is always `lo`. The result of an earlier
-//! plugin is returned unchanged, without an entry for `lo`.
+//! plugin is returned unchanged, without an entry for `lo`. `lo` vanishes with its namespace, so GC
+//! has nothing to do.
 
-use cni::config::{NetConf, ValidAttachments};
+use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, Interface, IpConfig};
 use cni::skel::{Added, Call, Plugin, Role};
@@ -74,11 +75,7 @@ impl Plugin for Loopback {
     /// attachment, so the namespace may be that of another container, which the reused PID of a
     /// container that has ended leads to.
     fn del(&self, call: &Call<'_>) -> Result<()> {
-        let netns = match call.netns.as_deref().map(Netns::open) {
-            None => return Ok(()),
-            Some(Err(error)) if error.is_no_netns() => return Ok(()),
-            Some(netns) => netns?,
-        };
+        let Some(netns) = Netns::open_if_exists(call.netns.as_deref())? else { return Ok(()) };
         let netlink = Netlink::open()?.open_in(&netns)?;
         let links = netlink.list_links()?;
         if let Some(in_use) = links.iter().find(|link| link.up && link.name != LO) {
@@ -89,16 +86,6 @@ impl Plugin for Loopback {
             Some(lo) if lo.up => Ok(netlink.set_down(lo.index)?),
             _ => Ok(()),
         }
-    }
-
-    /// Does nothing: `lo` vanishes with its namespace.
-    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
-        Ok(())
-    }
-
-    /// Always succeeds: every namespace has a `lo`, so ADD needs nothing that could be missing.
-    fn status(&self, _: &Call<'_>) -> Result<()> {
-        Ok(())
     }
 }
 

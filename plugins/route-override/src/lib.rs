@@ -18,8 +18,9 @@ use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, Role};
-use cni::{Code, Error, Result};
+use cni::{Error, Result};
 use cni_linux::{Link, Netlink, Netns, SavedRoute};
+use cni_plugin::container::require_link;
 use cni_plugin::interface::failed;
 use cni_plugin::record::AttachmentRecord as _;
 
@@ -102,10 +103,8 @@ impl Plugin for RouteOverride {
     /// container from ending.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let Some(record) = Record::find(&call.attachment())? else { return Ok(()) };
-        match call.netns.as_deref().map(Netns::open) {
-            None => {}
-            Some(Err(error)) if error.is_no_netns() => {}
-            Some(netns) => restore(call, &netns?, &record)?,
+        if let Some(netns) = Netns::open_if_exists(call.netns.as_deref())? {
+            restore(call, &netns, &record)?;
         }
         record.purge()
     }
@@ -113,10 +112,6 @@ impl Plugin for RouteOverride {
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let stale = Record::list_stale(call, valid)?;
         Error::join(stale.iter().filter_map(|record| record.purge().err()))
-    }
-
-    fn status(&self, call: &Call<'_>) -> Result<()> {
-        self.examine(&call.conf)
     }
 }
 
@@ -141,18 +136,6 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
 /// Code 7 if there is none.
 fn prev_result(call: &Call<'_>) -> Result<AddResult> {
     call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))
-}
-
-/// Returns CNI_IFNAME.
-///
-/// # Errors
-/// Code 4 if it does not exist.
-fn require_link(netlink: &Netlink, call: &Call<'_>) -> Result<Link> {
-    let missing = || {
-        let msg = format!("Cannot find network interface {}: Link not found (CNI_IFNAME)", call.ifname);
-        Error::new(Code::INVALID_ENVIRONMENT, msg)
-    };
-    netlink.find_link(&call.ifname)?.ok_or_else(missing)
 }
 
 /// Returns the indexes of the attachment's interfaces: `link`, which is CNI_IFNAME, and those that

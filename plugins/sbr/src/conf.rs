@@ -3,7 +3,6 @@
 use std::net::IpAddr;
 
 use cni::config::NetConf;
-use cni::json::{Json, UnknownKey};
 use cni::{Error, Result};
 use cni_linux::Family;
 use serde::Deserialize;
@@ -36,7 +35,7 @@ pub(crate) enum MainTable {
 
 #[derive(Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-struct Keys {
+pub(crate) struct Keys {
     table: Option<i64>,
     gateways: Vec<String>,
     add_source_hints: bool,
@@ -86,9 +85,4 @@ impl Conf {
             }
         }
     }
-}
-
-/// Returns the keys that this plugin does not read.
-pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Keys>()
 }

@@ -21,11 +21,7 @@ use crate::conf::Conf;
 /// # Errors
 /// All errors of the kernel, joined. The rules of every family are tried, even after an error.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
-    let netns = match call.netns.as_deref().map(Netns::open) {
-        None => return Ok(()),
-        Some(Err(error)) if error.is_no_netns() => return Ok(()),
-        Some(netns) => netns?,
-    };
+    let Some(netns) = Netns::open_if_exists(call.netns.as_deref())? else { return Ok(()) };
     let table = match Conf::new(&call.conf) {
         Ok(Conf::Table(table)) => Some(table),
         Ok(Conf::FreeTables { .. }) => None,

@@ -15,21 +15,16 @@ mod conf;
 mod del;
 mod plan;
 
-use std::time::Duration;
-
-use cni::config::{NetConf, ValidAttachments};
+use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
-use cni::machine::OnSigterm;
 use cni::result::{AddResult, IpConfig};
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_linux::{Link, Netlink, Netns};
+use cni_linux::{Netlink, Netns};
+use cni_plugin::container::{lock_for_add, require_link};
 
 use conf::Conf;
 use plan::Plan;
-
-/// How long ADD waits for another call that has locked the same namespace.
-const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// The plugin `sbr`.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +44,7 @@ impl Plugin for Sbr {
     }
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
-        conf::unknown_keys(json)
+        json.unknown_keys::<conf::Keys>()
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
@@ -67,13 +62,9 @@ impl Plugin for Sbr {
             return Ok(Added { result, rollback: call.rollback() });
         }
         let netns = Netns::open(call.netns()?)?;
-        let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
-        let mut rollback = call.rollback();
-        // After a failure this undo, the first on the stack, runs last. After success the stack is
-        // dropped once the result has been written, and the dropped file unlocks the namespace.
-        rollback.push("unlock the namespace", move || locked.unlock());
+        let mut rollback = lock_for_add(call, &netns)?;
         let netlink = netns.run(Netlink::open)??;
-        let link = require_link(&netlink, &call.ifname)?;
+        let link = require_link(&netlink, call)?;
         let plan = Plan::new(&netlink, &link, &conf, &ips)?;
         plan.carry_out(&netlink, &mut rollback)?;
         Ok(Added { result, rollback })
@@ -86,21 +77,13 @@ impl Plugin for Sbr {
         let ips = addresses_of(&prev_result(call)?, &call.ifname);
         let netns = Netns::open(call.netns()?)?;
         let netlink = netns.run(Netlink::open)??;
-        let link = require_link(&netlink, &call.ifname)?;
+        let link = require_link(&netlink, call)?;
         let missing = check::find_missing(&netlink, &link, &conf, &ips)?;
         if missing.is_empty() { Ok(()) } else { Err(Error::new(Code::CHECK_FAILED, missing.join("; "))) }
     }
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
         del::del(call)
-    }
-
-    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
-        Ok(())
-    }
-
-    fn status(&self, call: &Call<'_>) -> Result<()> {
-        self.examine(&call.conf)
     }
 }
 
@@ -121,16 +104,4 @@ fn addresses_of(prev: &AddResult, ifname: &str) -> Vec<IpConfig> {
         interface.is_none_or(|interface| interface.name == ifname)
     };
     prev.ips.iter().filter(may_be_of_interface).cloned().collect()
-}
-
-/// Returns the interface `ifname`.
-///
-/// # Errors
-/// Code 4, with the text of Go's plugin, if it does not exist.
-fn require_link(netlink: &Netlink, ifname: &str) -> Result<Link> {
-    let missing = || {
-        let msg = format!("Cannot find network interface {ifname}: Link not found (CNI_IFNAME)");
-        Error::new(Code::INVALID_ENVIRONMENT, msg)
-    };
-    netlink.find_link(ifname)?.ok_or_else(missing)
 }

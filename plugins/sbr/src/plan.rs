@@ -12,15 +12,12 @@ use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::rule::tables_in_use;
 use cni_linux::{Addr, Family, Link, Netlink, Route, Rule, SavedRoute};
+use cni_plugin::interface::SCOPE_LINK;
 
 use crate::conf::{Conf, MainTable};
 
 /// The first table that may be chosen, as in Go's plugin.
 const FIRST_TABLE: u32 = 100;
-
-/// The scope of an IPv4 route to a network on the link, without a gateway (`RT_SCOPE_LINK`). IPv6
-/// routes have no scope: the kernel reports 0 for all of them.
-const SCOPE_LINK: u8 = 253;
 
 /// The changes that ADD makes in the container's namespace.
 #[derive(Debug, Default)]

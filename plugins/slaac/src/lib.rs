@@ -13,7 +13,7 @@ pub mod resolver;
 
 use std::cmp::Reverse;
 
-use cni::config::{NetConf, ValidAttachments};
+use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig, Route as ResultRoute};
 use cni::skel::{Added, Call, Plugin, Role};
@@ -88,10 +88,6 @@ impl Plugin for Slaac {
     }
 
     fn del(&self, _: &Call<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
         Ok(())
     }
 

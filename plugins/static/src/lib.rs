@@ -10,7 +10,7 @@ mod conf;
 use std::net::IpAddr;
 
 use cni::args::CniArgs;
-use cni::config::{NetConf, ValidAttachments};
+use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
 use cni::result::IpConfig;
 use cni::skel::{Added, Call, Plugin, Role};
@@ -64,13 +64,5 @@ impl Plugin for Static {
 
     fn del(&self, _: &Call<'_>) -> Result<()> {
         Ok(())
-    }
-
-    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
-        Ok(())
-    }
-
-    fn status(&self, call: &Call<'_>) -> Result<()> {
-        self.examine(&call.conf)
     }
 }

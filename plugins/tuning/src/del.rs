@@ -40,11 +40,8 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
                 ));
                 return Ok(());
             }
-            match call.netns.as_deref().map(Netns::open) {
-                // Without a namespace there is nothing to restore.
-                None => {}
-                Some(Err(error)) if error.is_no_netns() => {}
-                Some(opened) => restore(call, &opened?, &record)?,
+            if let Some(netns) = Netns::open_if_exists(call.netns.as_deref())? {
+                restore(call, &netns, &record)?;
             }
         }
     }

@@ -2,7 +2,6 @@
 
 use cni::config::NetConf;
 use cni::ident::check_new_interface_name;
-use cni::json::{Json, UnknownKey};
 use cni::{Error, Result};
 use serde::Deserialize;
 
@@ -18,7 +17,7 @@ pub(crate) struct Conf {
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Keys {
+pub(crate) struct Keys {
     vrfname: String,
     table: u32,
 }
@@ -37,9 +36,4 @@ impl Conf {
         check_new_interface_name(&keys.vrfname).map_err(invalid)?;
         Ok(Conf { name: keys.vrfname, table: Some(keys.table).filter(|table| *table != 0) })
     }
-}
-
-/// Returns the keys that this plugin does not read.
-pub(crate) fn unknown_keys(json: &Json) -> Vec<UnknownKey> {
-    json.unknown_keys::<Keys>()
 }

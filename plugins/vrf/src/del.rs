@@ -31,11 +31,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
             return Ok(());
         }
     };
-    let netns = match call.netns.as_deref().map(Netns::open) {
-        None => return Ok(()),
-        Some(Err(error)) if error.is_no_netns() => return Ok(()),
-        Some(netns) => netns?,
-    };
+    let Some(netns) = Netns::open_if_exists(call.netns.as_deref())? else { return Ok(()) };
     let _locked = match netns.lock(call.machine, OnSigterm::Finish, DEL_LOCK_LIMIT) {
         Ok(locked) => Some(locked),
         Err(error) => {

@@ -13,20 +13,15 @@ mod conf;
 mod del;
 mod join;
 
-use std::time::Duration;
-
-use cni::config::{NetConf, ValidAttachments};
+use cni::config::NetConf;
 use cni::json::{Json, UnknownKey};
-use cni::machine::OnSigterm;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Netlink, Netns};
+use cni_plugin::container::lock_for_add;
 
 use conf::Conf;
 use join::Plan;
-
-/// How long ADD waits for another call that has locked the same namespace.
-const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// The plugin `vrf`.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +41,7 @@ impl Plugin for Vrf {
     }
 
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
-        conf::unknown_keys(json)
+        json.unknown_keys::<conf::Keys>()
     }
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
@@ -55,11 +50,7 @@ impl Plugin for Vrf {
         // Go's plugin begins these errors with the same words.
         let failed = |error: Error| error.context("cmdAdd failed");
         let netns = Netns::open(call.netns()?)?;
-        let locked = netns.lock(call.machine, OnSigterm::Kill, LOCK_LIMIT)?;
-        let mut rollback = call.rollback();
-        // After a failure this undo, the first on the stack, runs last. After success the stack is
-        // dropped once the result has been written, and the dropped file unlocks the namespace.
-        rollback.push("unlock the namespace", move || locked.unlock());
+        let mut rollback = lock_for_add(call, &netns)?;
         let netlink = netns.run(Netlink::open)??;
         let plan = Plan::new(&netlink, &conf, &call.ifname, &result).map_err(failed)?;
         plan.carry_out(&netlink, &mut rollback).map_err(failed)?;
@@ -92,14 +83,6 @@ impl Plugin for Vrf {
 
     fn del(&self, call: &Call<'_>) -> Result<()> {
         del::del(call)
-    }
-
-    fn gc(&self, _: &Call<'_>, _: &ValidAttachments) -> Result<()> {
-        Ok(())
-    }
-
-    fn status(&self, call: &Call<'_>) -> Result<()> {
-        self.examine(&call.conf)
     }
 }
 

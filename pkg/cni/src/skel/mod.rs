@@ -84,19 +84,24 @@ pub trait Plugin {
     /// All failures, joined, after everything else has been removed.
     fn del(&self, call: &Call<'_>) -> Result<()>;
 
-    /// Removes everything of this network that belongs to no attachment in `valid`.
+    /// Removes everything of this network that belongs to no attachment in `valid`. The default
+    /// does nothing: it is for plugins that only change the container's namespace.
     ///
     /// # Errors
     /// All failures, joined, after everything else has been removed.
-    fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()>;
+    fn gc(&self, _call: &Call<'_>, _valid: &ValidAttachments) -> Result<()> {
+        Ok(())
+    }
 
-    /// Checks that the plugin can handle an ADD.
+    /// Checks that the plugin can handle an ADD. The default checks only the configuration.
     ///
     /// # Errors
     /// A defect that makes every ADD fail until it is repaired. The skeleton replaces codes about
     /// configurations, files and unsupported keys (2, 5, 6, 7) with 50. It only notes an error that
     /// [is a shortage](Error::is_shortage), which may pass by itself.
-    fn status(&self, call: &Call<'_>) -> Result<()>;
+    fn status(&self, call: &Call<'_>) -> Result<()> {
+        self.examine(&call.conf)
+    }
 
     /// Finds the packet filter rules of the attachment that another program has removed and, with
     /// [`RestoreMode::Write`], writes them again. This is not a verb of the specification; only
