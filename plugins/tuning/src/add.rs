@@ -2,14 +2,12 @@
 //!
 //! The order of the changes is Go's: the sysctls in the order of the configuration, then MAC,
 //! promiscuous mode, MTU, all-multicast mode and transmit queue; then the features and neighbours,
-//! which Go does not have. Nothing is changed before the
-//! backup is written.
+//! which Go does not have. Nothing is changed before the backup is written.
 //!
 //! A list can have several entries of this plugin. They share the attachment's backup, which keeps
 //! the values that the first ADD found, for DEL. A failed ADD restores the values that it found
 //! itself.
 
-use std::cell::{Cell, OnceCell};
 use std::path::Path;
 use std::rc::Rc;
 
@@ -50,19 +48,8 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         namespace: Namespace::of(&netns)?,
         interface: None,
     };
-    let changes = Rc::new(NamespaceChanges {
-        backup,
-        previous_backup,
-        attachment,
-        sysctls: OnceCell::new(),
-        is_backup_written: Cell::new(false),
-        written_count: Cell::new(0),
-    });
-    // Pushed before the changes, so that it also runs after a panic in `apply`. It undoes only the
-    // changes that `apply` has recorded.
-    let (changes_to_undo, netns_of_undo) = (Rc::clone(&changes), Rc::clone(&netns));
-    rollback.push("put sysctls and the backup back as they were", move || changes_to_undo.undo(&netns_of_undo));
-    let outcome = netns.run(|| changes.apply(conf))??;
+    let changes = NamespaceChanges { backup, previous_backup, attachment, netns: Rc::clone(&netns) };
+    let outcome = netns.run(|| changes.apply(conf, &mut rollback))??;
     for note in &outcome.notes {
         call.notes.note(note);
     }
@@ -89,12 +76,7 @@ struct NamespaceChanges {
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
-    /// The sysctls that `apply` writes, for `undo`. Unset until `apply` begins to write them.
-    sysctls: OnceCell<Vec<Found>>,
-    /// Whether the backup has been written.
-    is_backup_written: Cell<bool>,
-    /// How many of `sysctls` have been written.
-    written_count: Cell<usize>,
+    netns: Rc<Netns>,
 }
 
 /// The outcome of the changes inside the namespace.
@@ -117,9 +99,9 @@ struct InterfaceChange {
 
 impl NamespaceChanges {
     /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
-    fn apply(&self, conf: &Conf) -> Result<NamespaceOutcome> {
+    fn apply(&self, conf: &Conf, rollback: &mut Rollback<'_>) -> Result<NamespaceOutcome> {
         let mut notes = Vec::new();
-        let sysctls = sysctl::find_all(&conf.sysctls)?;
+        let sysctls: Vec<Found> = conf.sysctls.iter().map(sysctl::find).collect::<Result<_>>()?;
         let interface = if conf.changes_interface() { Some(self.find_interface(conf)?) } else { None };
         let mut record = self.initial_record(interface.as_ref().map(|change| &change.link), &mut notes)?;
         // Writing an empty value would change nothing. Go accepts it without a message.
@@ -137,12 +119,9 @@ impl NamespaceChanges {
         }
         // Nothing was saved if none of the sysctls can be read. DEL then has nothing to restore.
         if record.has_link_settings() || !record.sysctls.is_empty() {
-            self.backup.write(&record.encode())?;
-            self.is_backup_written.set(true);
+            self.write_backup(&record, rollback)?;
         }
-        // Stored before the first write, so that `undo` finds them if a write fails.
-        let to_write = self.sysctls.get_or_init(|| to_write);
-        self.write_sysctls(to_write, &mut record)?;
+        self.write_sysctls(&to_write, &mut record, rollback)?;
         Ok(NamespaceOutcome { interface, notes })
     }
 
@@ -231,13 +210,29 @@ impl NamespaceChanges {
         }
     }
 
+    /// Writes the backup. The undo restores the previous one.
+    fn write_backup(&self, record: &Record, rollback: &mut Rollback<'_>) -> Result<()> {
+        self.backup.write(&record.encode())?;
+        let (backup, previous) = (self.backup.clone(), self.previous_backup.clone());
+        rollback.push("restore the previous backup", move || match previous {
+            Some(Content::Record(_, bytes)) => backup.write(&bytes),
+            // Garbage is not written again: it has no values to restore.
+            Some(Content::Garbage(_)) | None => backup.purge().map(drop),
+        });
+        Ok(())
+    }
+
     /// Writes the sysctls in order. If the kernel returns a different text than was written, the
     /// kernel's text is added to the backup, so that DEL recognizes the value.
-    fn write_sysctls(&self, sysctls: &[Found], record: &mut Record) -> Result<()> {
+    fn write_sysctls(&self, sysctls: &[Found], record: &mut Record, rollback: &mut Rollback<'_>) -> Result<()> {
         let mut is_record_changed = false;
         for found in sysctls {
             let read_back = found.write()?;
-            self.written_count.set(self.written_count.get() + 1);
+            if let Some(original) = found.current.clone() {
+                let (netns, path) = (Rc::clone(&self.netns), found.path.clone());
+                let undo = move || netns.run(|| sysctl::write_original(&path, &original))?;
+                rollback.push(format!("restore sysctl {}", found.path), undo);
+            }
             if read_back.is_some()
                 && let Some(saved) = record.sysctls.iter_mut().find(|saved| saved.path == found.path)
             {
@@ -246,28 +241,6 @@ impl NamespaceChanges {
             }
         }
         if is_record_changed { self.backup.write(&record.encode()) } else { Ok(()) }
-    }
-
-    /// Restores the written sysctls and the backup. Continues after an error, and returns all
-    /// errors.
-    fn undo(&self, netns: &Netns) -> Result<()> {
-        let written = self.sysctls.get().map(|all| &all[..self.written_count.get()]).unwrap_or_default();
-        let mut errors = Vec::new();
-        if !written.is_empty() {
-            match netns.run(|| put_sysctls_back(written)) {
-                Ok(outcome) => errors.extend(outcome.err()),
-                Err(error) => errors.push(error.into()),
-            }
-        }
-        if self.is_backup_written.get() {
-            let outcome = match &self.previous_backup {
-                Some(Content::Record(_, bytes)) => self.backup.write(bytes),
-                // Garbage is not written again: it has no values to restore.
-                Some(Content::Garbage(_)) | None => self.backup.purge().map(drop),
-            };
-            errors.extend(outcome.err());
-        }
-        Error::join(errors)
     }
 }
 
@@ -320,18 +293,6 @@ fn save_link(record: &mut Record, conf: &LinkConf, link: &Link) {
         record.txqlen.get_or_insert(link.txqlen);
         make_last(&mut record.written.txqlen, length);
     }
-}
-
-/// Restores the values that this ADD found, in reverse order. Continues after an error, and returns
-/// all errors.
-fn put_sysctls_back(written: &[Found]) -> Result<()> {
-    let mut errors = Vec::new();
-    for found in written.iter().rev() {
-        if let Some(original) = &found.current {
-            errors.extend(sysctl::write_original(&found.path, original).err().map(Error::from));
-        }
-    }
-    Error::join(errors)
 }
 
 /// Changes the settings of the interface that differ from the configuration. The others are not

@@ -24,14 +24,6 @@ pub(crate) struct Found {
     pub(crate) current: Option<String>,
 }
 
-/// Finds the files of all sysctls.
-///
-/// # Errors
-/// The first error of [`find`].
-pub(crate) fn find_all(sysctls: &[Sysctl]) -> Result<Vec<Found>> {
-    sysctls.iter().map(find).collect()
-}
-
 /// Finds the file of a sysctl, the first of its key's [readings](crate::key) that exists, and reads
 /// the value.
 ///
