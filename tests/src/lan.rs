@@ -215,7 +215,7 @@ impl Lan {
     }
 
     fn serve_kea(&self, reserved: &[(&str, &str)]) {
-        let root = probe::kea().unwrap();
+        let program = probe::kea().unwrap();
         let reserved = reserved.iter().map(|(mac, address)| json!({"hw-address": mac, "ip-address": address}));
         let subnet = json!({
             "subnet": "192.168.1.0/24",
@@ -228,11 +228,13 @@ impl Lan {
             "valid-lifetime": 120, "renew-timer": 60, "rebind-timer": 105, "authoritative": true,
             "subnet4": [subnet],
         });
-        self.start_kea(4, &root, config);
+        self.start_kea(4, &program, config);
     }
 
-    fn start_kea(&self, version: u8, root: &Path, mut config: Value) {
+    fn start_kea(&self, version: u8, program: &Path, mut config: Value) {
         self.stop();
+        // The program is in usr/sbin.
+        let root = program.ancestors().nth(3).unwrap();
         let output = json!([{"output": "stdout", "flush": true}]);
         let name = format!("kea-dhcp{version}");
         config["lease-database"] = json!({"type": "memfile", "name": self.file("leases"), "lfc-interval": 0});
@@ -251,8 +253,8 @@ impl Lan {
         ];
         // The killed one's.
         let _ = fs::remove_file(self.node.dir().join(format!("kea.{name}.pid")));
-        let program = root.join("usr/sbin").join(&name).display().to_string();
-        let server = Process::start_with(&self.node, "server.log", &[&program, "-c", &config], &environment);
+        let argv = [&program.display().to_string(), "-c", &config];
+        let server = Process::start_with(&self.node, "server.log", &argv, &environment);
         *self.server.lock().unwrap() = Some(server);
         until("the server runs", || self.log().contains(&format!("DHCP{version}_STARTED")));
     }

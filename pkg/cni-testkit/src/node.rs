@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{Seek, Write};
+use std::ops::Deref;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -32,8 +33,7 @@ pub struct Node {
 #[derive(Debug)]
 pub(crate) struct Inner {
     dir: TempDir,
-    net: File,
-    mnt: File,
+    place: Place,
     /// How many containers were created.
     container_count: AtomicUsize,
     /// The containers' namespaces. They are kept to the end of the test: the kernel would remove
@@ -54,8 +54,7 @@ impl Node {
         fs::create_dir(dir.path().join("netns")).expect("a folder for paths to namespaces");
         let inner = Inner {
             dir,
-            net,
-            mnt,
+            place: Place { net: Arc::new(net), mnt: Arc::new(mnt) },
             container_count: AtomicUsize::new(0),
             kept: Mutex::default(),
             expected: Mutex::default(),
@@ -80,12 +79,13 @@ impl Node {
         self.inner.kept.lock().unwrap().push(Arc::clone(&net));
         let path = self.dir().join(format!("netns/c{number}"));
         symlink(fd_path(&net), &path).expect("a path to the namespace");
-        Container { inner: Arc::clone(&self.inner), id: format!("container-{number}"), net, path }
+        let place = Place { net, mnt: Arc::clone(&self.mnt) };
+        Container { inner: Arc::clone(&self.inner), id: format!("container-{number}"), place, path }
     }
 
     /// Returns a path to the node's own network namespace.
     pub fn netns(&self) -> PathBuf {
-        fd_path(&self.inner.net)
+        fd_path(&self.net)
     }
 
     /// Returns the node's temporary folder.
@@ -130,65 +130,11 @@ impl Node {
         self.inner.is_abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Runs `f` on a new thread in the node's network and mount namespaces.
-    pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
-        namespace::within(&self.inner.net, &self.inner.mnt, f)
-    }
-
-    /// Runs a program in the node. It may fail.
-    pub fn run(&self, argv: &[&str]) -> Ran {
-        self.enter(|| run_program(argv))
-    }
-
-    /// Runs a program in the node, asserts success and returns what it printed.
-    #[track_caller]
-    pub fn exec(&self, argv: &[&str]) -> String {
-        self.run(argv).success()
-    }
-
-    /// Asserts that an address can be reached from the node. Repeats `ping`: under load a new
-    /// address may answer only after some seconds, and `ping` ends at the first error.
-    #[track_caller]
-    pub fn ping(&self, address: &str) {
-        repeat_until_success(|| self.run(&["ping", "-nqc1", "-W2", address]));
-    }
-
-    /// Runs a program that prints JSON, such as `ip -j`, asserts success and returns the JSON, or
-    /// `null` if it printed nothing.
-    #[track_caller]
-    pub fn json(&self, argv: &[&str]) -> Value {
-        parse(argv, &self.exec(argv))
-    }
-
-    /// Returns a link of the host as `ip -j -d` shows it, or `None` if it does not exist.
-    pub fn link(&self, name: &str) -> Option<Value> {
-        find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
-    }
-
     /// Returns the names of the links whose master is `bridge`.
     pub fn ports(&self, bridge: &str) -> Vec<String> {
         let links = self.json(&["ip", "-j", "-d", "link", "show"]);
         let ports = links.as_array().into_iter().flatten().filter(|link| link["master"] == bridge);
         ports.filter_map(|link| link["ifname"].as_str().map(str::to_owned)).collect()
-    }
-
-    /// Runs several `ip` commands, a line each without the word `ip`, and asserts success. It is
-    /// one process for all of them, which saves much time where programs start slowly.
-    #[track_caller]
-    pub fn ip(&self, lines: &[&str]) {
-        self.enter(|| ip(lines)).success();
-    }
-
-    /// Returns a sysctl of the node, by its path below `/proc/sys`, without the newline.
-    #[track_caller]
-    pub fn sysctl(&self, path: &str) -> String {
-        self.enter(|| read_sysctl(path))
-    }
-
-    /// Sets a sysctl of the node, by its path below `/proc/sys`.
-    #[track_caller]
-    pub fn set_sysctl(&self, path: &str, value: &str) {
-        self.enter(|| write_sysctl(path, value));
     }
 
     /// Returns the IDs of the processes on this node, without this one: plugins and what they have
@@ -213,10 +159,90 @@ impl Node {
     }
 }
 
+/// The namespaces in which a test runs programs: those of a [`Node`], or the network namespace of a
+/// [`Container`] with the mount namespace of its node. Both dereference to their namespaces.
+#[derive(Debug)]
+pub struct Place {
+    net: Arc<File>,
+    mnt: Arc<File>,
+}
+
+impl Deref for Node {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.inner.place
+    }
+}
+
+impl Deref for Container {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.place
+    }
+}
+
+impl Place {
+    /// Runs `f` on a new thread in these namespaces.
+    pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
+        namespace::within(&self.net, &self.mnt, f)
+    }
+
+    /// Runs a program. It may fail.
+    pub fn run(&self, argv: &[&str]) -> Ran {
+        self.enter(|| run_program(argv))
+    }
+
+    /// Runs a program, asserts success and returns what it printed.
+    #[track_caller]
+    pub fn exec(&self, argv: &[&str]) -> String {
+        self.run(argv).success()
+    }
+
+    /// Asserts that an address can be reached. Repeats `ping`: under load a new
+    /// address may answer only after some seconds, and `ping` ends at the first error.
+    #[track_caller]
+    pub fn ping(&self, address: &str) {
+        repeat_until_success(|| self.run(&["ping", "-nqc1", "-W2", address]));
+    }
+
+    /// Runs a program that prints JSON, such as `ip -j`, asserts success and returns the JSON, or
+    /// `null` if it printed nothing.
+    #[track_caller]
+    pub fn json(&self, argv: &[&str]) -> Value {
+        parse(argv, &self.exec(argv))
+    }
+
+    /// Returns a link as `ip -j -d` shows it, or `None` if it does not exist.
+    pub fn link(&self, name: &str) -> Option<Value> {
+        find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
+    }
+
+    /// Runs several `ip` commands, a line each without the word `ip`, and asserts success. It is
+    /// one process for all of them, which saves much time where programs start slowly.
+    #[track_caller]
+    pub fn ip(&self, lines: &[&str]) {
+        self.enter(|| ip(lines)).success();
+    }
+
+    /// Returns a sysctl, by its path below `/proc/sys`, without the newline.
+    #[track_caller]
+    pub fn sysctl(&self, path: &str) -> String {
+        self.enter(|| read_sysctl(path))
+    }
+
+    /// Sets a sysctl, by its path below `/proc/sys`.
+    #[track_caller]
+    pub fn set_sysctl(&self, path: &str, value: &str) {
+        self.enter(|| write_sysctl(path, value));
+    }
+}
+
 impl Inner {
     /// Returns the IDs of the processes in the node's mount namespace.
     fn processes(&self) -> Vec<u32> {
-        let mnt = fs::read_link(fd_path(&self.mnt)).expect("an open namespace has a name");
+        let mnt = fs::read_link(fd_path(&self.place.mnt)).expect("an open namespace has a name");
         let numbers = fs::read_dir("/proc").into_iter().flatten().flatten();
         let numbers = numbers.filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok());
         numbers.filter(|pid| fs::read_link(format!("/proc/{pid}/ns/mnt")).is_ok_and(|link| link == mnt)).collect()
@@ -258,7 +284,7 @@ pub struct Container {
     inner: Arc<Inner>,
     /// Its container ID, which is unique on the node.
     pub id: String,
-    net: Arc<File>,
+    place: Place,
     path: PathBuf,
 }
 
@@ -266,58 +292,6 @@ impl Container {
     /// Returns the path of the namespace, for `CNI_NETNS`.
     pub fn netns(&self) -> &Path {
         &self.path
-    }
-
-    /// Runs `f` on a new thread in the container's network namespace and the node's mount
-    /// namespace.
-    pub fn enter<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
-        namespace::within(&self.net, &self.inner.mnt, f)
-    }
-
-    /// Runs a program in the container. It may fail.
-    pub fn run(&self, argv: &[&str]) -> Ran {
-        self.enter(|| run_program(argv))
-    }
-
-    /// Runs a program in the container, asserts success and returns its stdout.
-    #[track_caller]
-    pub fn exec(&self, argv: &[&str]) -> String {
-        self.run(argv).success()
-    }
-
-    /// Asserts that an address can be reached from the container, see [`Node::ping`].
-    #[track_caller]
-    pub fn ping(&self, address: &str) {
-        repeat_until_success(|| self.run(&["ping", "-nqc1", "-W2", address]));
-    }
-
-    /// Runs a program that prints JSON, see [`Node::json`].
-    #[track_caller]
-    pub fn json(&self, argv: &[&str]) -> Value {
-        parse(argv, &self.exec(argv))
-    }
-
-    /// Returns a link of the container as `ip -j -d` shows it, or `None` if it does not exist.
-    pub fn link(&self, name: &str) -> Option<Value> {
-        find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
-    }
-
-    /// Runs several `ip` commands in the container, see [`Node::ip`].
-    #[track_caller]
-    pub fn ip(&self, lines: &[&str]) {
-        self.enter(|| ip(lines)).success();
-    }
-
-    /// Returns a sysctl of the container, by its path below `/proc/sys`, without the newline.
-    #[track_caller]
-    pub fn sysctl(&self, path: &str) -> String {
-        self.enter(|| read_sysctl(path))
-    }
-
-    /// Sets a sysctl of the container, by its path below `/proc/sys`.
-    #[track_caller]
-    pub fn set_sysctl(&self, path: &str, value: &str) {
-        self.enter(|| write_sysctl(path, value));
     }
 
     /// Returns the addresses of an interface as `address/prefix`, without link-local ones.

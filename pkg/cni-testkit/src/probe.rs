@@ -3,9 +3,10 @@
 //! A probe returns `Ok` or the reason, for [`require!`](crate::require). Versions are not compared,
 //! because kernels are configured and patched differently.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::Mutex;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 
@@ -14,52 +15,42 @@ use crate::Node;
 /// The outcome of a probe: `Err` has the reason why something is not supported.
 pub type Probed = Result<(), String>;
 
-static VLANS: OnceLock<Probed> = OnceLock::new();
-static VLAN_LINKS: OnceLock<Probed> = OnceLock::new();
-static BOND: OnceLock<Probed> = OnceLock::new();
-static DUMMY: OnceLock<Probed> = OnceLock::new();
-static VRF: OnceLock<Probed> = OnceLock::new();
-static IPVLAN: OnceLock<Probed> = OnceLock::new();
-static NFT_BRIDGE: OnceLock<Probed> = OnceLock::new();
-static IPTABLES: OnceLock<Probed> = OnceLock::new();
-static NFT: OnceLock<Probed> = OnceLock::new();
-
 /// Probes for bridges that filter by VLAN.
 pub fn vlan_filtering() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "bridge", "vlan_filtering", "1"];
-    once(&VLANS, "the kernel's bridges have no VLAN filtering", &[&argv])
+    once("the kernel's bridges have no VLAN filtering", &[&argv])
 }
 
 /// Probes for VLAN interfaces.
 pub fn vlan_links() -> Probed {
     let base = ["ip", "link", "add", "base0", "type", "veth", "peer", "name", "base1"];
     let argv = ["ip", "link", "add", "link", "base0", "name", "probe0", "type", "vlan", "id", "7"];
-    once(&VLAN_LINKS, "the kernel has no VLAN interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
+    once("the kernel has no VLAN interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
 }
 
 /// Probes for dummy interfaces.
 pub fn dummy() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "dummy"];
-    once(&DUMMY, "the kernel has no dummy interfaces", &[&argv, &["ip", "link", "del", "probe0"]])
+    once("the kernel has no dummy interfaces", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
 /// Probes for bonds.
 pub fn bond() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "bond"];
-    once(&BOND, "the kernel has no bonds", &[&argv, &["ip", "link", "del", "probe0"]])
+    once("the kernel has no bonds", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
 /// Probes for VRFs.
 pub fn vrf() -> Probed {
     let argv = ["ip", "link", "add", "probe0", "type", "vrf", "table", "7"];
-    once(&VRF, "the kernel has no VRFs", &[&argv, &["ip", "link", "del", "probe0"]])
+    once("the kernel has no VRFs", &[&argv, &["ip", "link", "del", "probe0"]])
 }
 
 /// Probes for ipvlan interfaces in the newest mode, `l3s`.
 pub fn ipvlan() -> Probed {
     let base = ["ip", "link", "add", "base0", "type", "veth", "peer", "name", "base1"];
     let argv = ["ip", "link", "add", "link", "base0", "name", "probe0", "type", "ipvlan", "mode", "l3s"];
-    once(&IPVLAN, "the kernel has no ipvlan interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
+    once("the kernel has no ipvlan interfaces", &[&base, &argv, &["ip", "link", "del", "base0"]])
 }
 
 /// Probes for SCTP sockets.
@@ -72,23 +63,19 @@ pub fn sctp() -> Probed {
 pub fn nft_bridge() -> Probed {
     tool("nft")?;
     let table = ["nft", "add table bridge probe"];
-    once(&NFT_BRIDGE, "no nf_tables in the bridge family", &[&table, &["nft", "delete table bridge probe"]])
+    once("no nf_tables in the bridge family", &[&table, &["nft", "delete table bridge probe"]])
 }
 
 /// Probes for the program `nft` and nf_tables in the inet family.
 pub fn nft() -> Probed {
     tool("nft")?;
-    once(
-        &NFT,
-        "no nf_tables in the inet family",
-        &[&["nft", "add table inet probe"], &["nft", "delete table inet probe"]],
-    )
+    once("no nf_tables in the inet family", &[&["nft", "add table inet probe"], &["nft", "delete table inet probe"]])
 }
 
 /// Probes for a working `iptables -t nat`.
 pub fn iptables() -> Probed {
     tool("iptables")?;
-    once(&IPTABLES, "iptables does not work here", &[&["iptables", "-w", "-t", "nat", "-S", "POSTROUTING"]])
+    once("iptables does not work here", &[&["iptables", "-w", "-t", "nat", "-S", "POSTROUTING"]])
 }
 
 /// Probes for a program in `PATH` or the system folders.
@@ -109,28 +96,21 @@ pub fn go_plugins() -> Probed {
     missing.map_or(Ok(()), |name| Err(format!("no Go plugin {name} in {}; set CNI_GO_BIN_DIR", dir.display())))
 }
 
-/// Returns the path of the DHCP server dnsmasq: the one that `scripts/test` has unpacked into the
-/// target folder, or this machine's.
+/// Returns the path of the DHCP server dnsmasq.
 pub fn dnsmasq() -> Result<PathBuf, String> {
-    let program = |root: PathBuf| root.join("usr/sbin/dnsmasq");
-    let places = unpacked("dhcp-servers/dnsmasq-base/root")?.into_iter().map(program);
-    let mut places = places.chain(["/usr/sbin/dnsmasq".into(), "/usr/bin/dnsmasq".into()]);
-    places.find(|path| path.is_file()).ok_or_else(|| "no dnsmasq (Debian's package dnsmasq-base)".to_owned())
+    program("dhcp-servers/dnsmasq-base/root", "usr/sbin/dnsmasq", "no dnsmasq (Debian's package dnsmasq-base)")
 }
 
-/// Returns the folder that contains the DHCP server Kea as `usr/sbin/kea-dhcp4`: the one into which
-/// `scripts/test` has unpacked it, or this machine's root.
+/// Returns the path of the DHCP server Kea.
 pub fn kea() -> Result<PathBuf, String> {
-    let mut places = unpacked("dhcp-servers/kea-dhcp4-server/root")?.into_iter().chain(["/".into()]);
-    let found = places.find(|root| root.join("usr/sbin/kea-dhcp4").is_file());
-    found.ok_or_else(|| "no kea-dhcp4 (Debian's package kea-dhcp4-server)".to_owned())
+    let missing = "no kea-dhcp4 (Debian's package kea-dhcp4-server)";
+    program("dhcp-servers/kea-dhcp4-server/root", "usr/sbin/kea-dhcp4", missing)
 }
 
-/// Returns the folder that contains the DHCPv6 server Kea as `usr/sbin/kea-dhcp6`, as [`kea`] does.
+/// Returns the path of the DHCPv6 server Kea.
 pub fn kea6() -> Result<PathBuf, String> {
-    let mut places = unpacked("dhcp-servers/kea-dhcp6-server/root")?.into_iter().chain(["/".into()]);
-    let found = places.find(|root| root.join("usr/sbin/kea-dhcp6").is_file());
-    found.ok_or_else(|| "no kea-dhcp6 (Debian's package kea-dhcp6-server)".to_owned())
+    let missing = "no kea-dhcp6 (Debian's package kea-dhcp6-server)";
+    program("dhcp-servers/kea-dhcp6-server/root", "usr/sbin/kea-dhcp6", missing)
 }
 
 /// Returns the path of a program of Prometheus that `scripts/test` has unpacked into the target
@@ -141,21 +121,16 @@ pub fn prometheus(program: &str) -> Result<PathBuf, String> {
     found.ok_or_else(|| format!("no {program} in the target folder: scripts/test unpacks Debian's package there"))
 }
 
-/// Returns the path of etcd, beside which etcdctl lies: the one that `scripts/test` has unpacked
-/// into the target folder, or this machine's.
+/// Returns the path of etcd, beside which etcdctl lies.
 pub fn etcd() -> Result<PathBuf, String> {
-    let places = unpacked("etcd/root")?.into_iter().map(|root| root.join("usr/bin/etcd"));
-    let mut places = places.chain(["/usr/bin/etcd".into()]);
-    let found = places.find(|path| path.is_file() && path.with_file_name("etcdctl").is_file());
-    found.ok_or_else(|| "no etcd (Debian's packages etcd-server and etcd-client)".to_owned())
+    let missing = "no etcd (Debian's packages etcd-server and etcd-client)";
+    program("etcd/root", "usr/bin/etcdctl", missing)?;
+    program("etcd/root", "usr/bin/etcd", missing)
 }
 
-/// Returns the path of radvd, which advertises IPv6 prefixes: the one that `scripts/test` has
-/// unpacked into the target folder, or this machine's.
+/// Returns the path of radvd, which advertises IPv6 prefixes.
 pub fn radvd() -> Result<PathBuf, String> {
-    let places = unpacked("dhcp-servers/radvd/root")?.into_iter().map(|root| root.join("usr/sbin/radvd"));
-    let mut places = places.chain(["/usr/sbin/radvd".into()]);
-    places.find(|path| path.is_file()).ok_or_else(|| "no radvd (Debian's package)".to_owned())
+    program("dhcp-servers/radvd/root", "usr/sbin/radvd", "no radvd (Debian's package)")
 }
 
 /// Returns the folders with the programs of iptables, sorted: this machine's, and those of the
@@ -183,11 +158,16 @@ pub fn firewalld() -> Result<PathBuf, String> {
     root.ok_or_else(|| "no firewalld in the target folder: scripts/test unpacks Debian's package there".to_owned())
 }
 
-/// Returns the path of `dbus-daemon`: the one that was unpacked with firewalld, or this machine's.
+/// Returns the path of `dbus-daemon`.
 pub fn dbus_daemon() -> Result<PathBuf, String> {
-    let mut places = unpacked("firewalld/root/usr/bin/dbus-daemon")?;
-    places.push("/usr/bin/dbus-daemon".into());
-    places.into_iter().find(|path| path.is_file()).ok_or_else(|| "no dbus-daemon (Debian's package)".to_owned())
+    program("firewalld/root", "usr/bin/dbus-daemon", "no dbus-daemon (Debian's package)")
+}
+
+/// Returns the path of a program: the one below `root` in the target folder, where `scripts/test`
+/// has unpacked it, or this machine's.
+fn program(root: &str, path: &str, missing: &str) -> Result<PathBuf, String> {
+    let roots = unpacked(root)?.into_iter().chain(["/".into()]);
+    roots.map(|root| root.join(path)).find(|path| path.is_file()).ok_or_else(|| missing.to_owned())
 }
 
 /// Returns the paths at which a file may be that `scripts/test` has unpacked into the target
@@ -219,9 +199,11 @@ pub(crate) fn has_tool(name: &str) -> bool {
     folders.filter(|folder| !folder.is_empty()).any(|folder| Path::new(folder).join(name).is_file())
 }
 
-/// Runs the commands `steps` on a new node, unless `cell` already has the outcome. The first one
-/// that fails decides; `reason` is the beginning of the error.
-fn once(cell: &OnceLock<Probed>, reason: &str, steps: &[&[&str]]) -> Probed {
+/// Runs the commands `steps` on a new node, unless an earlier call with the same `reason` has done
+/// so, and returns the outcome. The first one that fails decides; `reason` is the beginning of the
+/// error.
+fn once(reason: &'static str, steps: &[&[&str]]) -> Probed {
+    static PROBED: Mutex<BTreeMap<&str, Probed>> = Mutex::new(BTreeMap::new());
     let probe = || {
         let node = Node::new();
         for step in steps {
@@ -234,5 +216,5 @@ fn once(cell: &OnceLock<Probed>, reason: &str, steps: &[&[&str]]) -> Probed {
         }
         Ok(())
     };
-    cell.get_or_init(probe).clone()
+    PROBED.lock().unwrap().entry(reason).or_insert_with(probe).clone()
 }
