@@ -3,7 +3,7 @@
 
 use cni_linux::conntrack::decode_entry;
 use cni_linux::fuzzing::conntrack_key;
-use cni_linux::netlink::wire::{Message, attributes, messages, outcome};
+use cni_linux::netlink::wire::{Message, attribute, messages, new_attribute, outcome};
 
 /// The kind of the messages that are decoded as entries (IPCTNL_MSG_CT_NEW).
 const NEW: u16 = 0x100;
@@ -31,22 +31,15 @@ fn check(message: &Message<'_>) {
     let key = conntrack_key(&found);
     assert_eq!(key[0], message.payload[0], "the family of the key of {found:?}");
     for kind in [TUPLE_ORIG, ID, ZONE] {
-        assert_eq!(find(&key[NFGENMSG..], kind), find(body, kind), "attribute {kind} of the key of {found:?}");
+        assert_eq!(
+            attribute(&key[NFGENMSG..], kind),
+            attribute(body, kind),
+            "attribute {kind} of the key of {found:?}"
+        );
     }
     // A key with the reply's tuple, which every entry needs, is decoded as the same entry.
-    let reply = find(body, TUPLE_REPLY).unwrap_or_else(|| panic!("decoded without the tuple of the reply: {found:?}"));
-    let mut again = key.to_vec();
-    again.extend(
-        u16::try_from(reply.len() + 4)
-            .expect("the value fits into an attribute, because it was read from one")
-            .to_ne_bytes(),
-    );
-    again.extend(TUPLE_REPLY.to_ne_bytes());
-    again.extend(reply);
+    let reply =
+        attribute(body, TUPLE_REPLY).unwrap_or_else(|| panic!("decoded without the tuple of the reply: {found:?}"));
+    let again = [key, &new_attribute(TUPLE_REPLY, reply)].concat();
     assert_eq!(decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &again }), Some(found));
-}
-
-/// Returns the value of the first attribute of this kind.
-fn find(bytes: &[u8], sought: u16) -> Option<&[u8]> {
-    attributes(bytes).find(|(kind, _)| *kind == sought).map(|(_, value)| value)
 }

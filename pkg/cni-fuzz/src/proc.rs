@@ -7,11 +7,10 @@ use cni::cidr::octets;
 use cni_firewall::portmap::Protocol;
 use cni_linux::conntrack::{Entry, decode_entry};
 use cni_linux::fuzzing::{conntrack_key, conntrack_text, lock_holder};
-use cni_linux::netlink::wire::Message;
+use cni_linux::netlink::wire::{Message, new_attribute, new_nest};
 
 /// The kind of the messages that are decoded as entries (IPCTNL_MSG_CT_NEW).
 const NEW: u16 = 0x100;
-const NESTED: u16 = 1 << 15;
 const TUPLE_REPLY: u16 = 2;
 const TUPLE_IP: u16 = 1;
 const IP_V4_SOURCE: u16 = 1;
@@ -46,16 +45,9 @@ fn check_connections(text: &str) {
 fn decode_key_of(found: &Entry) -> Option<Entry> {
     let kind = if found.answered_by.is_ipv4() { IP_V4_SOURCE } else { IP_V6_SOURCE };
     let address = octets(found.answered_by);
-    let reply = attribute(TUPLE_REPLY | NESTED, &attribute(TUPLE_IP | NESTED, &attribute(kind, &address)));
+    let reply = new_nest(TUPLE_REPLY, &new_nest(TUPLE_IP, &new_attribute(kind, &address)));
     let payload = [conntrack_key(found), &reply].concat();
     decode_entry(&Message { kind: NEW, flags: 0, sequence: 0, payload: &payload })
-}
-
-/// Returns a netlink attribute. The value's length must be a multiple of 4, so that no padding
-/// follows.
-fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(value.len() + 4).expect("the value is too long for an attribute");
-    [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
 }
 
 /// Checks the holder that is found in `/proc/locks`.

@@ -13,6 +13,7 @@ use std::time::Duration;
 use cni::Cidr;
 use cni::result::AddResult;
 use cni_linux::{Dad, Error, Family, Link, LinkKind, Mac, Netlink, Netns, OperState, Route, Watch};
+use cni_plugin::interface::kernel_route;
 use tokio::io::unix::AsyncFd;
 
 /// An attachment's interface.
@@ -224,14 +225,7 @@ impl Interface {
         for ip in &result.ips {
             accept_existing(netlink.add_address(self.index, ip.address, Dad::Normal))?;
         }
-        let routes = result.routes.iter().map(|route| Route {
-            mtu: route.mtu,
-            advmss: route.advmss,
-            priority: route.priority,
-            table: route.table,
-            scope: route.scope,
-            ..Route::new(route.dst, route.gw, self.index)
-        });
+        let routes = result.routes.iter().map(|route| kernel_route(route, route.gw, self.index));
         // All routes are tried, even if one is invalid. The first error is returned.
         let mut outcome = Ok(());
         for route in routes {
