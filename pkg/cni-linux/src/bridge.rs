@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use nix::sched::{CloneFlags, unshare};
 
-use crate::error::{Cause, Error, Reason, Result};
+use crate::error::{Cause, Error, Result};
 use crate::link::{
     IFLA_BR_GROUP_FWD_MASK, IFLA_BR_MCAST_SNOOPING, IFLA_BR_STP_STATE, IFLA_BR_VLAN_FILTERING, IFLA_BRPORT_ISOLATED,
     IFLA_BRPORT_MODE, IFLA_BRPORT_NEIGH_SUPPRESS, Link, LinkRequest, OperState, PortState,
@@ -164,7 +164,7 @@ impl Netlink {
         let what = format!("interface {index} to forward as a port of its bridge");
         watch.wait(&what, deadline, machine, || {
             let Some(link) = self.find_link_by_index(index)? else {
-                return Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound));
+                return Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound));
             };
             let Some(port) = link.port else {
                 let cause = Cause::text("it is not attached to a bridge");

@@ -17,7 +17,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// A failure. Displays as `failed to add 10.1.2.3/24 to eth0: File exists (os error 17): <the
 /// kernel's explanation>`.
 #[derive(Debug, thiserror::Error)]
-#[error("{failure}: {cause}{}", Others(.others))]
+#[error("{failure}: {cause}{}", .others.iter().map(|other| format!("; {other}")).collect::<String>())]
 pub struct Error {
     /// The failed action with its object: `failed to add 10.1.2.3/24 to eth0`.
     failure: String,
@@ -38,33 +38,20 @@ pub enum TakenName {
 
 /// The cause of an [`Error`], without the failed action.
 #[derive(Debug, thiserror::Error)]
-#[error(transparent)]
-pub struct Cause(Reason);
-
-/// The kinds of causes.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Reason {
+pub enum Cause {
     /// The kernel refused.
-    #[error("{source}{}", Suffix(.ack))]
+    #[error("{source}{}", .ack.as_ref().map(|ack| format!(": {ack}")).unwrap_or_default())]
     Kernel {
         /// The errno.
         source: io::Error,
         /// The kernel's own explanation.
         ack: Option<Box<str>>,
+        /// Which name of a veth pair is in use, if that is why the kernel refused.
+        taken: Option<TakenName>,
     },
-    /// There is no interface with this name or index. The text is Go's, which callers compare with.
+    /// No interface has this name or index. The text is Go's, which callers compare with.
     #[error("Link not found")]
     LinkNotFound,
-    /// One name of a veth pair is in use.
-    #[error("{source}{}", Suffix(.ack))]
-    TakenName {
-        /// Which of the two names.
-        what: TakenName,
-        /// The errno.
-        source: io::Error,
-        /// The kernel's own explanation.
-        ack: Option<Box<str>>,
-    },
     /// The path is not a network namespace, or does not exist. The text is Go's.
     #[error("{text}")]
     NoNetns {
@@ -87,36 +74,9 @@ pub(crate) enum Reason {
     Text(String),
 }
 
-/// Displays each error with `; ` before it.
-struct Others<'a>(&'a [Error]);
-
-impl fmt::Display for Others<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|other| write!(f, "; {other}"))
-    }
-}
-
-/// Displays the kernel's explanation with `: ` before it, or nothing.
-struct Suffix<'a>(&'a Option<Box<str>>);
-
-impl fmt::Display for Suffix<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(ack) => write!(f, ": {ack}"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl From<Reason> for Cause {
-    fn from(reason: Reason) -> Cause {
-        Cause(reason)
-    }
-}
-
 impl From<io::Error> for Cause {
     fn from(source: io::Error) -> Cause {
-        Cause(Reason::Kernel { source, ack: None })
+        Cause::Kernel { source, ack: None, taken: None }
     }
 }
 
@@ -129,56 +89,41 @@ impl From<Errno> for Cause {
 impl Cause {
     /// Returns a cause without an errno.
     pub fn text(text: impl Into<String>) -> Cause {
-        Cause(Reason::Text(text.into()))
+        Cause::Text(text.into())
     }
 
     /// Returns the cause for an errno from the kernel and the kernel's explanation, if there is
     /// one.
     pub fn kernel(errno: i32, explanation: Option<String>) -> Cause {
-        Cause(Reason::Kernel { source: io::Error::from_raw_os_error(errno), ack: explanation.map(Into::into) })
-    }
-
-    /// Returns the cause for an awaited event that did not come within `limit`.
-    pub fn deadline(limit: Duration) -> Cause {
-        Cause(Reason::Deadline(limit))
-    }
-
-    /// Returns the cause for a wait that SIGTERM, SIGINT or SIGHUP ended.
-    pub fn terminated() -> Cause {
-        Cause(Reason::Terminated)
-    }
-
-    /// Returns the cause for an object that another attachment still uses. `holder` names that
-    /// attachment.
-    pub fn held(holder: impl Into<String>) -> Cause {
-        Cause(Reason::Held(holder.into()))
+        let source = io::Error::from_raw_os_error(errno);
+        Cause::Kernel { source, ack: explanation.map(Into::into), taken: None }
     }
 
     /// Whether an awaited event did not come in time.
     pub fn is_deadline(&self) -> bool {
-        matches!(self.0, Reason::Deadline(_))
+        matches!(self, Cause::Deadline(_))
     }
 
     /// Whether SIGTERM, SIGINT or SIGHUP ended the wait.
     pub fn is_terminated(&self) -> bool {
-        matches!(self.0, Reason::Terminated)
+        matches!(self, Cause::Terminated)
     }
 
     /// Stores in the kernel's error for a new veth pair which of the two names is in use. Returns
     /// any other cause unchanged.
-    pub(crate) fn with_taken_name(self, what: TakenName) -> Cause {
-        match self.0 {
-            Reason::Kernel { source, ack } => Cause(Reason::TakenName { what, source, ack }),
-            other => Cause(other),
+    pub(crate) fn with_taken_name(mut self, name: TakenName) -> Cause {
+        if let Cause::Kernel { taken, .. } = &mut self {
+            *taken = Some(name);
         }
+        self
     }
 
     /// Returns the error of the kernel, if the cause has one.
     fn io(&self) -> Option<&io::Error> {
-        match &self.0 {
-            Reason::Kernel { source, .. } | Reason::TakenName { source, .. } => Some(source),
-            Reason::NoNetns { source, .. } => source.as_ref(),
-            Reason::LinkNotFound | Reason::Deadline(_) | Reason::Terminated | Reason::Held(_) | Reason::Text(_) => None,
+        match self {
+            Cause::Kernel { source, .. } => Some(source),
+            Cause::NoNetns { source, .. } => source.as_ref(),
+            Cause::LinkNotFound | Cause::Deadline(_) | Cause::Terminated | Cause::Held(_) | Cause::Text(_) => None,
         }
     }
 
@@ -225,7 +170,7 @@ impl Error {
     /// Whether the object of the action does not exist: the interface, address, route, rule or
     /// file.
     pub fn is_not_found(&self) -> bool {
-        matches!(self.cause.0, Reason::LinkNotFound)
+        matches!(self.cause, Cause::LinkNotFound)
             || self.is_any_of(&[Errno::ENODEV, Errno::ENOENT, Errno::ESRCH, Errno::EADDRNOTAVAIL])
     }
 
@@ -242,31 +187,23 @@ impl Error {
     /// Whether a path is not a network namespace, or does not exist. DEL then assumes that the
     /// namespace has been deleted.
     pub fn is_no_netns(&self) -> bool {
-        matches!(self.cause.0, Reason::NoNetns { .. })
+        matches!(self.cause, Cause::NoNetns { .. })
     }
 
     /// Whether an awaited event did not come in time.
     pub fn is_deadline(&self) -> bool {
-        matches!(self.cause.0, Reason::Deadline(_))
+        matches!(self.cause, Cause::Deadline(_))
     }
 
     /// Whether SIGTERM, SIGINT or SIGHUP ended the wait.
     pub fn is_terminated(&self) -> bool {
-        matches!(self.cause.0, Reason::Terminated)
+        matches!(self.cause, Cause::Terminated)
     }
 
     /// Returns which name of a veth pair is in use; `None` if that is not the cause.
     pub fn taken(&self) -> Option<TakenName> {
-        match self.cause.0 {
-            Reason::TakenName { what, .. } => Some(what),
-            _ => None,
-        }
-    }
-
-    /// Returns the kernel's explanation, if it gave one.
-    pub fn explanation(&self) -> Option<&str> {
-        match &self.cause.0 {
-            Reason::Kernel { ack, .. } | Reason::TakenName { ack, .. } => ack.as_deref(),
+        match self.cause {
+            Cause::Kernel { taken, .. } => taken,
             _ => None,
         }
     }
@@ -279,14 +216,14 @@ impl From<Error> for cni::Error {
     fn from(error: Error) -> cni::Error {
         let Error { failure, cause, others } = error;
         let others = others.into_iter().map(cni::Error::from);
-        if let Reason::NoNetns { .. } = &cause.0 {
+        if let Cause::NoNetns { .. } = &cause {
             // The message begins with Go's text, which callers compare with.
             let text = format!("{failure}: {cause} (CNI_NETNS)");
             return cni::Error::new(cni::Code::INVALID_ENVIRONMENT, text).and(others);
         }
-        let code = match &cause.0 {
-            Reason::Deadline(_) | Reason::Terminated => cni::Code::TRY_AGAIN,
-            Reason::Held(_) => cni::Code::CONFLICT,
+        let code = match &cause {
+            Cause::Deadline(_) | Cause::Terminated => cni::Code::TRY_AGAIN,
+            Cause::Held(_) => cni::Code::CONFLICT,
             _ => cni::Code::KERNEL,
         };
         cni::Error::caused(code, failure, cause).and(others)
@@ -311,7 +248,7 @@ mod tests {
     use super::*;
 
     fn exists() -> Error {
-        let cause = Reason::Kernel { source: Errno::EEXIST.into(), ack: Some("because".into()) };
+        let cause = Cause::Kernel { source: Errno::EEXIST.into(), ack: Some("because".into()), taken: None };
         Error::new("failed to add 10.1.2.3/24 to eth0", cause)
     }
 
@@ -320,7 +257,7 @@ mod tests {
         let error = exists();
         assert_eq!(error.to_string(), "failed to add 10.1.2.3/24 to eth0: File exists (os error 17): because");
         assert!(error.is_exists() && !error.is_not_found() && !error.is_unsupported());
-        assert_eq!((error.errno(), error.explanation()), (Some(17), Some("because")));
+        assert_eq!(error.errno(), Some(17));
     }
 
     #[test]
@@ -332,11 +269,11 @@ mod tests {
 
     #[test]
     fn error_codes_follow_the_meaning_of_the_errno() {
-        let code = |reason: Reason| cni::Error::from(Error::new("x", reason)).code();
-        assert_eq!(code(Reason::Terminated), cni::Code::TRY_AGAIN);
-        assert_eq!(code(Reason::Deadline(Duration::from_secs(2))), cni::Code::TRY_AGAIN);
-        assert_eq!(code(Reason::LinkNotFound), cni::Code::KERNEL);
-        let gone = Reason::NoNetns { text: "failed to Statfs \"/x\": no such file or directory".into(), source: None };
+        let code = |cause: Cause| cni::Error::from(Error::new("x", cause)).code();
+        assert_eq!(code(Cause::Terminated), cni::Code::TRY_AGAIN);
+        assert_eq!(code(Cause::Deadline(Duration::from_secs(2))), cni::Code::TRY_AGAIN);
+        assert_eq!(code(Cause::LinkNotFound), cni::Code::KERNEL);
+        let gone = Cause::NoNetns { text: "failed to Statfs \"/x\": no such file or directory".into(), source: None };
         let error = cni::Error::from(Error::new("failed to open netns \"/x\"", gone));
         assert_eq!(error.code(), cni::Code::INVALID_ENVIRONMENT);
         assert_eq!(

@@ -117,11 +117,11 @@ fn wait_for_lock(file: File, machine: &dyn Machine, on_sigterm: OnSigterm, limit
         // If the poll has seen a signal, the wait ends without a call of `terminated`, which might
         // read the signal. So the signal stays pending, and the machine can still report it.
         if on_sigterm == OnSigterm::Kill && (is_signal_pending || machine.terminated()) {
-            return Err(Cause::terminated());
+            return Err(Cause::Terminated);
         }
         let time_left = limit.deadline.saturating_duration_since(machine.now());
         if time_left.is_zero() {
-            return Err(Cause::deadline(limit.length));
+            return Err(Cause::Deadline(limit.length));
         }
         let mut fds =
             [PollFd::new(done_reader.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];

@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs};
 
-use crate::error::{Cause, Error, Reason, Result};
+use crate::error::{Cause, Error, Result};
 use crate::sys;
 
 /// The file of the calling thread's namespace.
@@ -141,7 +141,7 @@ impl AsFd for Netns {
     }
 }
 
-/// Opens a network namespace. Fails with [`Reason::NoNetns`] if `path` does not exist or is not a
+/// Opens a network namespace. Fails with [`Cause::NoNetns`] if `path` does not exist or is not a
 /// network namespace, and with the errno after any other failure.
 fn open(path: &Path) -> Result<Netns, Cause> {
     // Check the type of the file system first, as Go's plugins do, so that the errors are the same.
@@ -151,7 +151,7 @@ fn open(path: &Path) -> Result<Netns, Cause> {
         // forever if it did not take the namespace as deleted.
         Err(errno @ (Errno::ENOENT | Errno::ENOTDIR | Errno::ENAMETOOLONG | Errno::ELOOP)) => {
             let text = format!("failed to Statfs {}: {}", quoted(path), go_text(errno));
-            return Err(Reason::NoNetns { text, source: Some(errno.into()) }.into());
+            return Err(Cause::NoNetns { text, source: Some(errno.into()) });
         }
         Err(errno) => return Err(errno.into()),
     };
@@ -176,7 +176,7 @@ fn open(path: &Path) -> Result<Netns, Cause> {
 
 /// Returns the cause for a path that is not a network namespace.
 fn not_a_netns(text: String) -> Cause {
-    Reason::NoNetns { text, source: None }.into()
+    Cause::NoNetns { text, source: None }
 }
 
 /// Quotes a path like Go's `%q`, except for unusual characters.

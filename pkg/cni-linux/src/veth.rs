@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use cni::machine::Machine;
 
-use crate::error::{Cause, Error, Reason, Result, TakenName};
+use crate::error::{Cause, Error, Result, TakenName};
 use crate::link::{Link, LinkRequest};
 use crate::mac::Mac;
 use crate::netlink::Netlink;
@@ -97,7 +97,7 @@ impl Netlink {
                 self.set_first_alias(link.index, alias)?;
             }
             let peer_index = link.peer_index.ok_or_else(|| {
-                Error::new(format_args!("failed to find the other end of {}", spec.name), Reason::LinkNotFound)
+                Error::new(format_args!("failed to find the other end of {}", spec.name), Cause::LinkNotFound)
             })?;
             Ok(Veth { index: link.index, peer_index })
         };

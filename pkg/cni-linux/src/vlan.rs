@@ -12,7 +12,7 @@
 
 use netlink_packet_route::link::{BridgeVlanInfo, BridgeVlanInfoFlags};
 
-use crate::error::{Error, Reason, Result};
+use crate::error::{Cause, Error, Result};
 use crate::link::request::IFLA_BRIDGE_VLAN_INFO;
 use crate::link::{self, LinkRequest};
 use crate::netlink::wire::new_attribute;
@@ -71,7 +71,7 @@ impl Netlink {
                 return Ok(expand_ranges(entries));
             }
         }
-        Err(failed(Reason::LinkNotFound.into()))
+        Err(failed(Cause::LinkNotFound))
     }
 
     /// Adds a port, or a bridge itself, to a VLAN. Does nothing if the port or bridge is in the

@@ -154,11 +154,11 @@ impl Watch {
                 return Ok(found);
             }
             if machine.terminated() {
-                return Err(failed(Cause::terminated()));
+                return Err(failed(Cause::Terminated));
             }
             let time_left = deadline.saturating_duration_since(machine.now());
             if time_left.is_zero() {
-                return Err(failed(Cause::deadline(deadline.saturating_duration_since(begin))));
+                return Err(failed(Cause::Deadline(deadline.saturating_duration_since(begin))));
             }
             // Opened only if the first `check` has returned `None`.
             let sigterm = match &opened_sigterm {
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn a_failing_check_ends_the_wait_with_its_own_error() {
         in_new_netns(|| {
-            let fail = || Err::<Option<()>, _>(Error::new("failed to look", crate::error::Reason::LinkNotFound));
+            let fail = || Err::<Option<()>, _>(Error::new("failed to look", Cause::LinkNotFound));
             let error = Watch::open().unwrap().wait("it", in_seconds(30), &machine(), fail).unwrap_err();
             assert_eq!(error.to_string(), "failed to look: Link not found");
         });

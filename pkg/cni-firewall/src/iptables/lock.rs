@@ -88,7 +88,7 @@ impl NetnsLock {
                 let what = format!(
                     "failed to lock {display_name} for a change of iptables: other processes keep removing the file"
                 );
-                return Err(Error::new(what, Cause::deadline(limit)));
+                return Err(Error::new(what, Cause::Deadline(limit)));
             }
         }
     }

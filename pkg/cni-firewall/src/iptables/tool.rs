@@ -187,8 +187,8 @@ fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Resul
     let child = Child { program: program.to_owned(), args, env: None, stdin, timeout: LIMIT, on_sigterm };
     let output = runner.machine.run(&child).map_err(|error| {
         let cause = match error {
-            RunError::Timeout(limit) => Cause::deadline(limit),
-            RunError::Terminated => Cause::terminated(),
+            RunError::Timeout(limit) => Cause::Deadline(limit),
+            RunError::Terminated => Cause::Terminated,
             RunError::Start(error) => error.into(),
             RunError::Io(error) => {
                 Cause::text(format!("failed to write to the program or to read its output: {error}"))

@@ -248,7 +248,7 @@ impl SpoofCheck {
             let existing = IdRules::find_by_chains(nft, &id)?;
             if let Some(owner) = existing.find_owner_with_link(Some(host_veth))? {
                 let text = format!("they belong to {owner}, which exists: {RESOLVE_CONFLICT}");
-                return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::held(text)));
+                return Err(Error::new(format_args!("failed to create spoof rules {}", id.0), Cause::Held(text)));
             }
             IdRules::delete_all([&existing], batch);
             add_rules(nft, batch, &id, &jump, mac)

@@ -6,7 +6,7 @@ use cni::machine::Machine;
 use netlink_packet_core::{NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL};
 
 use super::{IFLA_VRF_TABLE, Link, LinkRequest, OperState};
-use crate::error::{Cause, Error, Reason, Result};
+use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;
 use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
@@ -77,7 +77,7 @@ impl Netlink {
         // Kernels since 6.2 answer with the created link; older ones need a second request.
         match answer.iter().find_map(super::decode) {
             Some(link) => Ok(link),
-            None => self.get_link(LinkRequest::without_index().name(name))?.ok_or_else(|| Reason::LinkNotFound.into()),
+            None => self.get_link(LinkRequest::without_index().name(name))?.ok_or(Cause::LinkNotFound),
         }
     }
 
@@ -95,7 +95,7 @@ impl Netlink {
         let what = format!("the carrier of interface {index}");
         watch.wait(&what, deadline, machine, || match self.find_link_by_index(index)? {
             Some(link) => Ok(has_carrier(&link).then_some(())),
-            None => Err(Error::new(format_args!("failed to find interface {index}"), Reason::LinkNotFound)),
+            None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
         })
     }
 

@@ -23,7 +23,7 @@ pub(crate) use request::LinkRequest;
 pub use stacked::{IpvlanMode, MacvlanMode, Stacked, StackedSpec};
 
 use crate::bond::BondMode;
-use crate::error::{Cause, Error, Reason, Result};
+use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;
 use crate::netlink::wire::attribute;
 use crate::netlink::{Kind, Netlink, Reply};
@@ -251,7 +251,7 @@ impl Netlink {
     /// # Errors
     /// `failed to find NAME: Link not found`, with [`Error::is_not_found`].
     pub fn link(&self, name: &str) -> Result<Link> {
-        self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Reason::LinkNotFound))
+        self.find_link(name)?.ok_or_else(|| Error::new(format_args!("failed to find {name}"), Cause::LinkNotFound))
     }
 
     /// Whether the namespace of a veth's other end is being torn down, or the veth itself no longer
