@@ -27,34 +27,14 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
     let (header, encoded) = parts(reply)?;
     let mut link = Link {
         index: header.index,
-        name: String::new(),
-        kind: match header.link_layer_type {
-            LinkLayerType::Loopback => LinkKind::Loopback,
-            _ => LinkKind::Device,
-        },
-        mac: None,
-        mtu: 0,
         up: header.flags.contains(LinkFlags::Up),
-        oper_state: OperState::Unknown,
-        running: false,
-        promiscuity: 0,
         promisc: header.flags.contains(LinkFlags::Promisc),
         allmulti: header.flags.contains(LinkFlags::Allmulti),
-        txqlen: 0,
-        group: 0,
-        alias: None,
-        master: None,
-        peer_index: None,
-        peer_netnsid: None,
-        port: None,
-        permanent_mac: None,
-        parent: None,
-        ipv4: None,
-        bridge: None,
-        vrf_table: None,
-        bond_mode: None,
-        stacked: None,
+        ..Link::default()
     };
+    if header.link_layer_type == LinkLayerType::Loopback {
+        link.kind = LinkKind::Loopback;
+    }
     let (mut parent_bus, mut parent_name) = (None, None);
     for (kind, value) in attributes(encoded) {
         match kind {
@@ -148,13 +128,7 @@ fn decode_info(link: &mut Link, infos: &[u8]) {
 fn decode_bridge(options: &[u8]) -> BridgeInfo {
     const IFLA_BR_VLAN_DEFAULT_PVID: u16 = 39;
     let native_u16 = |value: &[u8]| value.first_chunk().copied().map_or(0, u16::from_ne_bytes);
-    let mut bridge = BridgeInfo {
-        vlan_filtering: false,
-        default_pvid: 0,
-        spanning_tree: false,
-        group_fwd_mask: 0,
-        mcast_snooping: false,
-    };
+    let mut bridge = BridgeInfo::default();
     for (kind, value) in attributes(options) {
         match kind {
             IFLA_BR_VLAN_FILTERING => bridge.vlan_filtering = is_on(value),
@@ -172,7 +146,7 @@ fn decode_bridge(options: &[u8]) -> BridgeInfo {
 /// [`PortState::Disabled`], any other missing option is off.
 fn decode_port(options: &[u8]) -> Port {
     const IFLA_BRPORT_STATE: u16 = 1;
-    let mut port = Port { state: PortState::Disabled, hairpin: false, isolated: false, neigh_suppress: false };
+    let mut port = Port::default();
     for (kind, value) in attributes(options) {
         match kind {
             IFLA_BRPORT_STATE => {

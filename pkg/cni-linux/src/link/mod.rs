@@ -53,7 +53,7 @@ const IFLA_VRF_TABLE: u16 = 1;
 pub const NAME_MAX: usize = 15;
 
 /// An interface, as it was when the kernel was asked.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Link {
     /// The index, at least 1, unique in the namespace.
     pub index: u32,
@@ -125,11 +125,12 @@ pub struct Ipv4Sysctls {
 }
 
 /// The kind of an interface, by its driver.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum LinkKind {
     /// `lo`.
     Loopback,
     /// Hardware, or a driver that does not report a kind.
+    #[default]
     Device,
     /// A software bridge.
     Bridge,
@@ -153,10 +154,11 @@ impl fmt::Display for LinkKind {
 }
 
 /// Whether an interface works, according to the kernel (RFC 2863).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OperState {
     /// Unknown: some drivers never report it (`lo`), and every interface just created is in this
     /// state for a moment.
+    #[default]
     Unknown,
     /// It does not work: it is down, has no carrier, or the interface below it does not work.
     Down,
@@ -167,7 +169,7 @@ pub enum OperState {
 }
 
 /// The state and flags of a bridge's port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Port {
     /// Whether the bridge lets frames pass.
     pub state: PortState,
@@ -183,9 +185,10 @@ pub struct Port {
 }
 
 /// Whether a bridge's port lets frames pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PortState {
     /// Frames do not pass: the port or the bridge is down, or the port has no carrier.
+    #[default]
     Disabled,
     /// Frames pass.
     Forwarding,
@@ -195,7 +198,7 @@ pub enum PortState {
 }
 
 /// A bridge's own settings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BridgeInfo {
     /// Whether it filters frames by VLAN. Always `false` on a kernel without the feature.
     pub vlan_filtering: bool,
