@@ -15,11 +15,10 @@ pub struct Unknown(Value);
 
 /// A known key, and the known keys in its value, which is an object or an array of objects. An
 /// empty list means that the whole value is known.
-struct Known(&'static str, &'static [Known]);
+struct Known(&'static str, &'static [&'static str]);
 
 /// The key `dns`, which all results have.
-const DNS: Known =
-    Known("dns", &[Known("nameservers", &[]), Known("domain", &[]), Known("search", &[]), Known("options", &[])]);
+const DNS: Known = Known("dns", &["nameservers", "domain", "search", "options"]);
 
 /// The known keys of results of 0.1.0 and 0.2.0. Keys of newer versions are listed too, so that
 /// they are dropped instead of being passed on.
@@ -39,41 +38,23 @@ const IPS_KEYS: [Known; 7] = [
     Known("cniVersion", &[]),
     Known("ip4", &[]),
     Known("ip6", &[]),
-    Known(
-        "interfaces",
-        &[
-            Known("name", &[]),
-            Known("mac", &[]),
-            Known("mtu", &[]),
-            Known("sandbox", &[]),
-            Known("socketPath", &[]),
-            Known("pciID", &[]),
-        ],
-    ),
-    Known("ips", &[Known("version", &[]), Known("interface", &[]), Known("address", &[]), Known("gateway", &[])]),
-    Known(
-        "routes",
-        &[
-            Known("dst", &[]),
-            Known("gw", &[]),
-            Known("gws", &[]),
-            Known("mtu", &[]),
-            Known("advmss", &[]),
-            Known("priority", &[]),
-            Known("table", &[]),
-            Known("scope", &[]),
-        ],
-    ),
+    Known("interfaces", &["name", "mac", "mtu", "sandbox", "socketPath", "pciID"]),
+    Known("ips", &["version", "interface", "address", "gateway"]),
+    Known("routes", &["dst", "gw", "gws", "mtu", "advmss", "priority", "table", "scope"]),
     DNS,
 ];
 
 impl Unknown {
     /// Returns the unknown keys of a result that has the given form.
     pub(super) fn find_in(json: &Json, shape: Shape) -> Unknown {
-        Unknown(match shape {
-            Shape::Ip4Ip6 => without_known(json, &IP4_IP6_KEYS),
-            Shape::VersionedIps | Shape::Ips => without_known(json, &IPS_KEYS),
-        })
+        let known = match shape {
+            Shape::Ip4Ip6 => &IP4_IP6_KEYS,
+            Shape::VersionedIps | Shape::Ips => &IPS_KEYS,
+        };
+        match json {
+            Json::Object(members) => Unknown(object_or_null(unknown_members(members, known))),
+            _ => Unknown::default(),
+        }
     }
 
     /// Returns the unknown keys for a result of 0.1.0 or 0.2.0: without those in the elements of
@@ -97,19 +78,23 @@ impl Unknown {
     }
 }
 
-/// Returns a part of a result without the keys in `known`, or `null` if it has no other keys.
-fn without_known(json: &Json, known: &[Known]) -> Value {
-    match json {
+/// Returns the value of a known key without the keys in `known`, or `null` if it has no other keys.
+fn without_known(value: &Json, known: &[&str]) -> Value {
+    let is_known = |key: &str| known.iter().any(|name| name.eq_ignore_ascii_case(key));
+    match value {
         Json::Array(items) => {
             let items: Vec<Value> = items.iter().map(|item| without_known(item, known)).collect();
             if items.iter().all(Value::is_null) { Value::Null } else { Value::Array(items) }
         }
-        Json::Object(members) => object_or_null(unknown_members(members, known)),
+        Json::Object(members) => {
+            let unknown = members.iter().filter(|(key, _)| !is_known(key));
+            object_or_null(unknown.map(|(key, value)| (key.clone(), Value::from(value))).collect())
+        }
         Json::Null | Json::Bool(_) | Json::Number(_) | Json::String(_) => Value::Null,
     }
 }
 
-/// Returns the members of an object without the known keys. A known key whose value has unknown
+/// Returns the members of a result without the known keys. A known key whose value has unknown
 /// keys stays, with only the unknown keys in its value.
 fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, Value> {
     let mut unknown = Map::new();
