@@ -23,7 +23,10 @@ pub(super) fn decode(json: &Json, shape: Shape) -> Result<AddResult, ResultError
     let decoded = match shape {
         Shape::Ip4Ip6 => json.decode::<ReadIp4Ip6>().map(AddResult::from),
         // `ips[].version` of 0.3.0 to 0.4.0 is ignored: the address has its family already.
-        Shape::VersionedIps | Shape::Ips => json.decode::<ReadIps>().map(AddResult::from),
+        Shape::VersionedIps | Shape::Ips => json.decode().map(|read: ReadIps| {
+            let ReadIps { interfaces, ips, routes, dns } = read;
+            AddResult { interfaces, ips, routes, dns, ..AddResult::default() }
+        }),
     };
     let decoded = decoded.map_err(ResultError::Json)?;
     Ok(AddResult { unknown: Unknown::find_in(json, shape), ..decoded })
@@ -37,7 +40,7 @@ pub(super) fn encode(result: &AddResult, version: Version) -> Result<Encoded<'_>
     let shape = version.shape();
     let known = match shape {
         Shape::Ip4Ip6 => Wire::Ip4Ip6(WriteIp4Ip6::new(result, version)?),
-        Shape::VersionedIps => Wire::VersionedIps(WriteVersionedIps::new(result, version)),
+        Shape::VersionedIps => Wire::Ips(WriteIps::new(result, version)),
         Shape::Ips => Wire::Sorted(sorted(&WriteIps::new(result, version))),
     };
     let unknown = match shape {
@@ -59,7 +62,7 @@ pub(super) enum Wire<'a> {
     /// The form of 0.1.0 and 0.2.0, with the keys in declared order.
     Ip4Ip6(WriteIp4Ip6<'a>),
     /// The form of 0.3.0 to 0.4.0, with the keys in declared order.
-    VersionedIps(WriteVersionedIps<'a>),
+    Ips(WriteIps<'a>),
     /// Any form, with the keys sorted.
     Sorted(BTreeMap<String, Value>),
 }
@@ -82,18 +85,6 @@ struct ReadIps {
     ips: Vec<IpConfig>,
     routes: Vec<Route>,
     dns: Dns,
-}
-
-impl From<ReadIps> for AddResult {
-    fn from(read: ReadIps) -> AddResult {
-        AddResult {
-            interfaces: read.interfaces,
-            ips: read.ips,
-            routes: read.routes,
-            dns: read.dns,
-            ..AddResult::default()
-        }
-    }
 }
 
 /// A result of 0.1.0 or 0.2.0, for decoding.
@@ -180,61 +171,35 @@ impl<'a> WriteIp4Ip6<'a> {
     }
 }
 
-/// A result of 0.3.0 to 0.4.0, for encoding.
+/// A result of 0.3.0 or newer, for encoding.
 #[derive(Debug, Serialize)]
-pub(super) struct WriteVersionedIps<'a> {
+pub(super) struct WriteIps<'a> {
     #[serde(rename = "cniVersion")]
     cni_version: &'static str,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     interfaces: Vec<Interface>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    ips: Vec<WriteVersionedIp<'a>>,
+    ips: Vec<WriteIp<'a>>,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     routes: &'a [Route],
-    dns: &'a Dns,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dns: Option<&'a Dns>,
 }
 
-/// An address with the number of its family: `4` or `6`.
+/// An address. Up to 0.4.0 it has the number of its family as `version`: `4` or `6`.
 #[derive(Debug, Serialize)]
-struct WriteVersionedIp<'a> {
-    version: &'static str,
+struct WriteIp<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    version: Option<&'static str>,
     #[serde(flatten)]
     ip: &'a IpConfig,
-}
-
-impl<'a> WriteVersionedIps<'a> {
-    /// Returns the result in this form.
-    fn new(result: &'a AddResult, version: Version) -> Self {
-        let with_family =
-            |ip: &'a IpConfig| WriteVersionedIp { version: if ip.address.is_ipv4() { "4" } else { "6" }, ip };
-        WriteVersionedIps {
-            cni_version: version.as_str(),
-            interfaces: result.interfaces.iter().map(without_new_fields).collect(),
-            ips: result.ips.iter().map(with_family).collect(),
-            routes: &result.routes,
-            dns: &result.dns,
-        }
-    }
-}
-
-/// A result of 1.0.0 or newer, for encoding.
-#[derive(Serialize)]
-struct WriteIps<'a> {
-    #[serde(rename = "cniVersion")]
-    cni_version: &'static str,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    interfaces: Vec<Interface>,
-    #[serde(skip_serializing_if = "<[_]>::is_empty")]
-    ips: &'a [IpConfig],
-    #[serde(skip_serializing_if = "<[_]>::is_empty")]
-    routes: &'a [Route],
-    #[serde(skip_serializing_if = "Dns::is_empty")]
-    dns: &'a Dns,
 }
 
 impl<'a> WriteIps<'a> {
     /// Returns the result in this form.
     fn new(result: &'a AddResult, version: Version) -> Self {
+        let is_versioned = version.shape() == Shape::VersionedIps;
+        let family = |ip: &IpConfig| if ip.address.is_ipv4() { "4" } else { "6" };
         let interfaces = match version {
             Version::V1_1_0 => result.interfaces.clone(),
             _ => result.interfaces.iter().map(without_new_fields).collect(),
@@ -242,9 +207,9 @@ impl<'a> WriteIps<'a> {
         WriteIps {
             cni_version: version.as_str(),
             interfaces,
-            ips: &result.ips,
+            ips: result.ips.iter().map(|ip| WriteIp { version: is_versioned.then(|| family(ip)), ip }).collect(),
             routes: &result.routes,
-            dns: &result.dns,
+            dns: (is_versioned || !result.dns.is_empty()).then_some(&result.dns),
         }
     }
 }
