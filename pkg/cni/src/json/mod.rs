@@ -310,22 +310,15 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
         deserialize_i128 => visit_i64(0), deserialize_u128 => visit_u64(0),
         deserialize_f32 => visit_f64(0.0), deserialize_f64 => visit_f64(0.0),
         deserialize_char => visit_str(""), deserialize_str => visit_str(""), deserialize_string => visit_str(""),
-        deserialize_bytes => visit_bytes(b""), deserialize_byte_buf => visit_bytes(b""),
     }
+
+    serde::forward_to_deserialize_any! { bytes byte_buf unit unit_struct tuple_struct identifier ignored_any }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
         match self.json {
             Json::Null => visitor.visit_none(),
             _ => visitor.visit_some(self),
         }
-    }
-
-    fn deserialize_unit<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        visitor.visit_unit()
-    }
-
-    fn deserialize_unit_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, JsonError> {
-        visitor.visit_unit()
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, JsonError> {
@@ -342,15 +335,6 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
     }
 
     fn deserialize_tuple<V: Visitor<'de>>(self, _: usize, visitor: V) -> Result<V::Value, JsonError> {
-        self.deserialize_seq(visitor)
-    }
-
-    fn deserialize_tuple_struct<V: Visitor<'de>>(
-        self,
-        _: &'static str,
-        _: usize,
-        visitor: V,
-    ) -> Result<V::Value, JsonError> {
         self.deserialize_seq(visitor)
     }
 
@@ -394,14 +378,6 @@ impl<'de> de::Deserializer<'de> for Reader<'_> {
             Json::String(text) => visitor.visit_enum(text.as_str().into_deserializer()),
             _ => Err(self.mismatch(&visitor)),
         }
-    }
-
-    fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        self.deserialize_any(visitor)
-    }
-
-    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, JsonError> {
-        visitor.visit_unit()
     }
 }
 
