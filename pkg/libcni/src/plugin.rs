@@ -9,30 +9,6 @@ use cni::machine::{Child, OnSigterm, Output};
 use cni::skel::Verb;
 use cni::{Error, Result};
 
-/// The values of the protocol's environment variables, without CNI_COMMAND.
-#[derive(Debug, Default)]
-pub(super) struct Variables {
-    pub(super) container_id: String,
-    pub(super) netns: String,
-    pub(super) ifname: String,
-    pub(super) args: String,
-    /// CNI_PATH, or `None` for the runtime's plugin folders.
-    pub(super) path: Option<OsString>,
-}
-
-impl From<&Attachment> for Variables {
-    fn from(attachment: &Attachment) -> Variables {
-        let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
-        Variables {
-            container_id: attachment.container_id.clone(),
-            netns: attachment.netns.clone(),
-            ifname: attachment.ifname.clone(),
-            args: args.join(";"),
-            path: None,
-        }
-    }
-}
-
 impl Runtime<'_> {
     /// Runs the plugin `kind`, waits until it has ended, and returns its stdout. Its stderr becomes
     /// a note, unless the returned error quotes it.
@@ -40,12 +16,12 @@ impl Runtime<'_> {
     /// # Errors
     /// - Code 4 if the plugin does not exist.
     /// - Those of [`interpret`], such as the error that the plugin printed, with its code.
-    pub(super) fn run(&self, kind: &str, verb: Verb, variables: Variables, request: &[u8]) -> Result<Vec<u8>> {
+    pub(super) fn run(&self, kind: &str, verb: Verb, attachment: &Attachment, request: &[u8]) -> Result<Vec<u8>> {
         let program = find_plugin(kind, &self.plugin_folders)?;
         let child = Child {
             program: program.clone(),
             args: Vec::new(),
-            env: Some(self.environment(verb, variables)),
+            env: Some(self.environment(verb, attachment)),
             stdin: request,
             timeout: self.timeout,
             // A SIGTERM during an ADD kills its plugin. The clean-up by DEL must not be
@@ -68,17 +44,17 @@ impl Runtime<'_> {
 
     /// Returns the environment of a plugin: the runtime's variables and the six of the protocol.
     /// These are set even to empty values, to replace those of this process.
-    fn environment(&self, verb: Verb, variables: Variables) -> Vec<(OsString, OsString)> {
-        let path = variables.path.unwrap_or_else(|| {
-            let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();
-            folders.join(":".as_ref())
-        });
+    fn environment(&self, verb: Verb, attachment: &Attachment) -> Vec<(OsString, OsString)> {
+        let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();
+        // As in Go, a plugin does not get the folders if it is only asked for its versions.
+        let path = if verb == Verb::Version { "dummy".into() } else { folders.join(":".as_ref()) };
         let protocol_variables: [(&str, OsString); 6] = [
             ("CNI_COMMAND", verb.as_str().into()),
-            ("CNI_CONTAINERID", variables.container_id.into()),
-            ("CNI_NETNS", variables.netns.into()),
-            ("CNI_IFNAME", variables.ifname.into()),
-            ("CNI_ARGS", variables.args.into()),
+            ("CNI_CONTAINERID", attachment.container_id.as_str().into()),
+            ("CNI_NETNS", attachment.netns.as_str().into()),
+            ("CNI_IFNAME", attachment.ifname.as_str().into()),
+            ("CNI_ARGS", args.join(";").into()),
             ("CNI_PATH", path),
         ];
         let is_protocol_variable = |key: &OsString| protocol_variables.iter().any(|(name, _)| key == name);

@@ -2,8 +2,7 @@
 
 use serde::Deserialize;
 
-use super::Runtime;
-use super::plugin::Variables;
+use super::{Attachment, Runtime};
 use cni::json::Json;
 use cni::skel::Verb;
 use cni::version::Version;
@@ -28,10 +27,9 @@ impl Runtime<'_> {
         // Plugins for the oldest versions of the specification check these variables before the
         // verb.
         let dummy = || "dummy".to_owned();
-        let variables =
-            Variables { netns: dummy(), ifname: dummy(), path: Some(dummy().into()), ..Variables::default() };
+        let attachment = Attachment { netns: dummy(), ifname: dummy(), ..Attachment::default() };
         let request = format!("{{\"cniVersion\":\"{}\"}}", Version::NEWEST);
-        let stdout = match self.run(kind, Verb::Version, variables, request.as_bytes()) {
+        let stdout = match self.run(kind, Verb::Version, &attachment, request.as_bytes()) {
             // A plugin that does not know VERSION supports 0.1.0 only.
             Err(error) if error.msg() == "unknown CNI_COMMAND: VERSION" => return Ok(vec!["0.1.0".to_owned()]),
             other => other?,

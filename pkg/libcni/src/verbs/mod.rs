@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 use super::cache::{Entry, Listing, convert_result};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
-use super::plugin::{Variables, name_plugin};
+use super::plugin::name_plugin;
 use super::request::{AddedKeys, build_request};
 use super::{Attachment, Runtime};
 use cni::config::ValidAttachments;
@@ -255,7 +255,7 @@ impl Runtime<'_> {
         let mut errors = Vec::new();
         for plugin in list.plugins() {
             let request = build_request(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
-            match request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, Variables::default(), &bytes)) {
+            match request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, &Attachment::default(), &bytes)) {
                 Ok(_) => {}
                 Err(error) if is_older && lacks_gc(&error) => {
                     let (kind, network) = (plugin.kind(), list.name());
@@ -281,7 +281,7 @@ impl Runtime<'_> {
         }
         for plugin in list.plugins() {
             let request = build_request(list, plugin, AddedKeys::default())?;
-            self.run(plugin.kind(), Verb::Status, Variables::default(), &request)
+            self.run(plugin.kind(), Verb::Status, &Attachment::default(), &request)
                 .map_err(|error| name_plugin(plugin, "status", error))?;
         }
         Ok(())
@@ -300,7 +300,7 @@ impl Runtime<'_> {
         prev_result: Option<&RawValue>,
     ) -> Result<Vec<u8>> {
         let added = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
-        self.run(plugin.kind(), verb, attachment.into(), &build_request(list, plugin, added)?)
+        self.run(plugin.kind(), verb, attachment, &build_request(list, plugin, added)?)
     }
 }
 

@@ -427,7 +427,11 @@ fn versions_are_read_from_every_form_of_a_plugins_answer() {
     assert_eq!(versions("a").unwrap(), "1.0.0 1.1.0");
     assert_eq!(versions("b").unwrap(), "0.1.0 0.2.0");
     assert_eq!(versions("c").unwrap(), "0.1.0");
-    assert_eq!(node.take_calls()[0].env["CNI_NETNS"], "dummy");
+    let env = &node.take_calls()[0].env;
+    assert_eq!(
+        [&env["CNI_NETNS"], &env["CNI_IFNAME"], &env["CNI_PATH"], &env["CNI_CONTAINERID"]],
+        ["dummy", "dummy", "dummy", ""]
+    );
     for bad in ["", "{}", r#"{"cniVersion":"1.0.0"}"#] {
         node.answer("a VERSION", 0, bad);
         assert!(versions("a").is_err(), "{bad}");
