@@ -37,11 +37,12 @@ pub struct Addr {
 pub struct SavedAddr(AddressMessage);
 
 /// Whether the kernel does DAD for a new IPv6 address. Has no effect for IPv4.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Dad {
     /// As the interface's sysctls are set.
     Normal,
     /// No DAD: the address is usable at once.
+    #[default]
     Skip,
 }
 

@@ -50,16 +50,6 @@ pub struct RuntimeDnsConfig {
     pub dns: Option<Json>,
 }
 
-/// Whether packets that leave the network get the host's address.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Masquerading {
-    /// The packets keep their source address.
-    #[default]
-    Off,
-    /// The packets get the host's address.
-    On(MasqueradeScope),
-}
-
 /// The packets that are masqueraded, and the backend of the rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MasqueradeScope {
@@ -88,18 +78,17 @@ impl MasqueradeScope {
         let is_selected = |address: &Cidr| if address.is_ipv4() { self.ipv4 } else { self.ipv6 };
         addresses.iter().copied().filter(is_selected).collect()
     }
-}
 
-impl Masquerading {
-    /// Parses `ipMasq`, a boolean or an object, and `ipMasqBackend`.
+    /// Parses `ipMasq`, a boolean or an object, and `ipMasqBackend`. Returns `None` if all packets
+    /// keep their source address.
     ///
     /// # Errors
     /// - Code 6 for a wrong type.
     /// - Code 7 for an unknown backend, an unknown key of the object, or an invalid `exclude`.
-    pub fn parse(ip_masq: Option<Json>, backend: Option<String>) -> Result<Masquerading> {
+    pub fn parse(ip_masq: Option<Json>, backend: Option<String>) -> Result<Option<MasqueradeScope>> {
         let backend = masquerade_backend(backend)?;
         let (json, keys) = match ip_masq {
-            None | Some(Json::Null | Json::Bool(false)) => return Ok(Masquerading::Off),
+            None | Some(Json::Null | Json::Bool(false)) => return Ok(None),
             Some(Json::Bool(true)) => (None, IpMasqKeys::default()),
             Some(json @ Json::Object(_)) => {
                 let wrong_type = |error| Error::caused(Code::DECODE, "failed to load netconf: ipMasq", error);
@@ -130,9 +119,9 @@ impl Masquerading {
         }
         let (ipv4, ipv6) = (keys.ipv4.unwrap_or(true), keys.ipv6.unwrap_or(true));
         if !ipv4 && !ipv6 {
-            return Ok(Masquerading::Off);
+            return Ok(None);
         }
-        Ok(Masquerading::On(MasqueradeScope { backend, ipv4, ipv6, exclude }))
+        Ok(Some(MasqueradeScope { backend, ipv4, ipv6, exclude }))
     }
 }
 
@@ -209,23 +198,20 @@ pub fn ipam_type(conf: &NetConf) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn masquerading(json: &str) -> Result<Masquerading> {
-        Masquerading::parse(Some(Json::parse(json.as_bytes()).unwrap()), None)
+    fn masquerading(json: &str) -> Result<Option<MasqueradeScope>> {
+        MasqueradeScope::parse(Some(Json::parse(json.as_bytes()).unwrap()), None)
     }
 
     #[test]
     fn ip_masq_is_a_boolean_or_an_object() {
         for off in ["false", "null", r#"{"ipv4": false, "ipv6": false}"#] {
-            assert_eq!(masquerading(off).unwrap(), Masquerading::Off, "{off}");
+            assert_eq!(masquerading(off).unwrap(), None, "{off}");
         }
         for on in ["{}", r#"{"ipv4": null, "IPv6": true, "exclude": null}"#] {
             assert_eq!(masquerading(on).unwrap(), masquerading("true").unwrap(), "{on}");
         }
-        let Masquerading::On(scope) =
-            masquerading(r#"{"ipv6": false, "exclude": ["10.0.0.0/8", "fd00::/8", "10.0.0.0/8"]}"#).unwrap()
-        else {
-            panic!("off")
-        };
+        let json = r#"{"ipv6": false, "exclude": ["10.0.0.0/8", "fd00::/8", "10.0.0.0/8"]}"#;
+        let scope = masquerading(json).unwrap().unwrap();
         let cidrs = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<Cidr>>();
         assert_eq!(scope.exclude, cidrs(&["10.0.0.0/8", "fd00::/8"]));
         assert_eq!(scope.select(&cidrs(&["10.1.0.2/24", "fd00::2/64"])), cidrs(&["10.1.0.2/24"]));

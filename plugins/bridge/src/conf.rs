@@ -12,7 +12,7 @@ use cni::{Cidr, Code, Error, Result, ident};
 use cni_linux::mac::Mac;
 use cni_linux::{BridgeSettings, Dad};
 use cni_plugin::interface::Gateway;
-use cni_plugin::keys::{self, Masquerading};
+use cni_plugin::keys::{self, MasqueradeScope};
 use serde::Deserialize;
 
 /// The bridge's name if the configuration has none.
@@ -34,7 +34,7 @@ pub struct Conf {
     /// Whether an address of the bridge that conflicts with the gateway's is removed.
     pub(crate) force_address: bool,
     /// Whether packets that leave the network are masqueraded.
-    pub(crate) masquerade: Masquerading,
+    pub(crate) masquerade: Option<MasqueradeScope>,
     /// The MTU of a new bridge and of both ends of the veth pair; `None` for the kernel's default.
     pub(crate) mtu: Option<Mtu>,
     /// The settings of the bridge that ADD changes and CHECK compares.
@@ -158,7 +158,7 @@ impl Conf {
         if raw.disable_container_interface && ipam.is_some() {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }
-        let masquerade = Masquerading::parse(raw.ip_masq, raw.ip_masq_backend)?;
+        let masquerade = MasqueradeScope::parse(raw.ip_masq, raw.ip_masq_backend)?;
         if gateway != Gateway::None
             && let Some(vlan) = vlans.as_ref().and_then(|vlans| vlans.access)
         {
@@ -397,12 +397,9 @@ mod tests {
     #[test]
     fn a_backend_is_of_use_to_masquerading_alone() {
         let masquerade = |keys: &str| parse(keys, "").unwrap().masquerade;
-        assert_eq!(masquerade(""), Masquerading::Off);
-        assert_eq!(masquerade(r#","ipMasqBackend":"nftables""#), Masquerading::Off);
-        let backend_of = |keys: &str| match masquerade(keys) {
-            Masquerading::On(scope) => scope.backend,
-            Masquerading::Off => panic!("{keys}: off"),
-        };
+        assert_eq!(masquerade(""), None);
+        assert_eq!(masquerade(r#","ipMasqBackend":"nftables""#), None);
+        let backend_of = |keys: &str| masquerade(keys).expect(keys).backend;
         assert_eq!(backend_of(r#","ipMasq":true"#), None);
         assert_eq!(backend_of(r#","ipMasq":true,"ipMasqBackend":null"#), None);
         for backend in [Backend::Iptables, Backend::Nftables] {

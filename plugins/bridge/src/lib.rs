@@ -63,7 +63,7 @@ impl Interface for Bridge {
         Layer3Policy {
             ipam: conf.ipam.as_deref(),
             dns: conf.dns.as_ref(),
-            masquerade: &conf.masquerade,
+            masquerade: conf.masquerade.as_ref(),
             gateway: conf.gateway,
             dad: conf.dad,
             state: if conf.container_down { LinkState::Down } else { LinkState::Up },

@@ -23,7 +23,7 @@ use cni_plugin::interface::{
     AttachmentContext, Check, CreatedLink, Gateway, HostEnd, HostState, Interface, Layer3, Layer3Policy, SubnetRoute,
     check_forwarding, failed, forwarding_sysctl, host_interface,
 };
-use cni_plugin::keys::{self, Masquerading};
+use cni_plugin::keys::{self, MasqueradeScope};
 use serde::Deserialize;
 
 /// How long ADD waits until both ends of the pair have a carrier and can send frames. This takes
@@ -45,7 +45,7 @@ pub struct Conf {
     /// The DNS settings that replace those of the IPAM plugin.
     dns: Option<Dns>,
     /// Whether packets that leave the network are masqueraded.
-    masquerade: Masquerading,
+    masquerade: Option<MasqueradeScope>,
     /// The MTU of both ends, or `None` for the kernel's default.
     mtu: Option<u32>,
 }
@@ -72,7 +72,7 @@ impl Interface for Ptp {
 
     fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
-        let masquerade = Masquerading::parse(keys.ip_masq, keys.ip_masq_backend)?;
+        let masquerade = MasqueradeScope::parse(keys.ip_masq, keys.ip_masq_backend)?;
         let no_ipam = || Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"");
         Ok(Conf {
             ipam: keys::ipam_type(conf).ok_or_else(no_ipam)?,
@@ -86,7 +86,7 @@ impl Interface for Ptp {
         Layer3Policy {
             ipam: Some(&conf.ipam),
             dns: conf.dns.as_ref(),
-            masquerade: &conf.masquerade,
+            masquerade: conf.masquerade.as_ref(),
             gateway: Gateway::Required,
             subnet: SubnetRoute::ThroughGateway,
             ..Layer3Policy::default()

@@ -15,7 +15,7 @@ use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
 use super::advertisements::AcceptRa;
 use super::layer3::{Layer3, forwarding_sysctl};
 use super::{AttachmentContext, HostEnd, Interface, LinkState, PortMark, masquerade};
-use crate::keys::Masquerading;
+use crate::keys::MasqueradeScope;
 
 /// How long CHECK waits for a state that the kernel reaches by itself.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -33,7 +33,7 @@ pub struct Check<'a, C> {
     pub layer3: Layer3,
     /// The entry of CNI_IFNAME in `prevResult`.
     expected: cni::result::Interface,
-    masquerade: Masquerading,
+    masquerade: Option<MasqueradeScope>,
     state: LinkState,
 }
 
@@ -141,7 +141,7 @@ impl<'a, C> OpenedAttachment<'a, C> {
         }
         let policy = plugin.layer3(&context.conf);
         let layer3 = Layer3 { ips, routes: prev.routes.clone(), subnet: policy.subnet };
-        let (masquerade, state) = (policy.masquerade.clone(), policy.state);
+        let (masquerade, state) = (policy.masquerade.cloned(), policy.state);
         Check { context, prev, inner, layer3, expected, masquerade, state }
     }
 }
@@ -355,7 +355,7 @@ impl<'a, C> Check<'a, C> {
 
     /// Describes each masquerade rule that is missing. Returns `None` without `ipMasq`.
     fn missing_masquerade(&self, addresses: &[Cidr]) -> Result<Option<Vec<String>>> {
-        let Masquerading::On(scope) = &self.masquerade else { return Ok(None) };
+        let Some(scope) = &self.masquerade else { return Ok(None) };
         let masquerade = masquerade::open(self.context.call).excluding(&scope.exclude);
         Ok(Some(masquerade.check(&self.context.attachment, &scope.select(addresses))?))
     }
@@ -372,7 +372,7 @@ impl<'a, C> Check<'a, C> {
         if let RestoreMode::Write(rollback) = mode
             && !missing.is_empty()
         {
-            masquerade::ensure(&self.context, &self.masquerade, &addresses, rollback)?;
+            masquerade::ensure(&self.context, self.masquerade.as_ref(), &addresses, rollback)?;
         }
         Ok(Some(missing))
     }

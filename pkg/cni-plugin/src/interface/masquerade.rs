@@ -10,14 +10,14 @@ use cni::{Cidr, Code, Error, Result};
 use cni_firewall::{Backend, Masquerade};
 
 use super::AttachmentContext;
-use crate::keys::{MasqueradeScope, Masquerading};
+use crate::keys::MasqueradeScope;
 
 /// Returns a handle to the masquerade rules of this host, for one call.
 pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
     Masquerade::new(call.machine, call.notes.clone())
 }
 
-/// Writes the masquerade rules of those of `addresses` that `masquerading` selects. Adds the undo
+/// Writes the masquerade rules of those of `addresses` that `scope` selects. Adds the undo
 /// to `rollback`, unless all rules were in place.
 ///
 /// # Errors
@@ -25,11 +25,11 @@ pub(super) fn open<'m>(call: &Call<'m>) -> Masquerade<'m> {
 /// - The rules cannot be written.
 pub(super) fn ensure<'a, C>(
     context: &AttachmentContext<'a, C>,
-    masquerading: &Masquerading,
+    scope: Option<&MasqueradeScope>,
     addresses: &[Cidr],
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let Masquerading::On(scope) = masquerading else { return Ok(()) };
+    let Some(scope) = scope else { return Ok(()) };
     let (addresses, backend) = (scope.select(addresses), scope.backend);
     if addresses.is_empty() {
         return Ok(());
@@ -56,8 +56,8 @@ pub(super) fn ensure<'a, C>(
 ///
 /// # Errors
 /// Code 50 if this host does not have the backend.
-pub(super) fn status(call: &Call<'_>, masquerading: &Masquerading) -> Result<()> {
-    let Masquerading::On(MasqueradeScope { backend, .. }) = *masquerading else { return Ok(()) };
+pub(super) fn status(call: &Call<'_>, scope: Option<&MasqueradeScope>) -> Result<()> {
+    let Some(&MasqueradeScope { backend, .. }) = scope else { return Ok(()) };
     open(call)
         .probe(backend)
         .map_err(|error| Error::from(error).context(configured_keys(backend)).with_code(Code::NOT_AVAILABLE))

@@ -42,7 +42,7 @@ use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Dad, Link, Mac, Netlink, Netns, Watch};
 use serde::de::DeserializeOwned;
 
-use crate::keys::Masquerading;
+use crate::keys::MasqueradeScope;
 
 use advertisements::AcceptRa;
 
@@ -296,7 +296,7 @@ impl Release {
 }
 
 /// A configuration's policy for addresses, routes and name resolution.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Layer3Policy<'c> {
     /// The type of the IPAM plugin, or `None` for an interface without addresses.
     pub ipam: Option<&'c str>,
@@ -305,8 +305,8 @@ pub struct Layer3Policy<'c> {
     pub inherited: Option<&'c AddResult>,
     /// The result's `dns`; `None` for that of the IPAM plugin.
     pub dns: Option<&'c Dns>,
-    /// Whether packets that leave the network get the host's address as their source.
-    pub masquerade: &'c Masquerading,
+    /// The packets that get the host's address as their source, if any.
+    pub masquerade: Option<&'c MasqueradeScope>,
     /// What ADD does with the gateways in IPAM's answer.
     pub gateway: Gateway,
     /// How the container reaches its own subnet.
@@ -318,28 +318,11 @@ pub struct Layer3Policy<'c> {
     pub state: LinkState,
 }
 
-/// The default of [`Layer3Policy::masquerade`].
-static NOT_MASQUERADED: Masquerading = Masquerading::Off;
-
-impl Default for Layer3Policy<'_> {
-    fn default() -> Self {
-        Layer3Policy {
-            ipam: None,
-            inherited: None,
-            dns: None,
-            masquerade: &NOT_MASQUERADED,
-            gateway: Gateway::None,
-            subnet: SubnetRoute::OnLink,
-            dad: Dad::Skip,
-            state: LinkState::Up,
-        }
-    }
-}
-
 /// What ADD does with the gateways in IPAM's answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Gateway {
     /// Uses them unchanged. An address may have no gateway.
+    #[default]
     None,
     /// Gives an address without a gateway the first address of its network as the gateway.
     Address,
@@ -350,18 +333,20 @@ pub enum Gateway {
 }
 
 /// How the container reaches its own subnet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SubnetRoute {
     /// Directly over the link, by the route that the kernel adds with the address.
+    #[default]
     OnLink,
     /// Through the gateway, which is the only host on the link.
     ThroughGateway,
 }
 
 /// The state of an interface.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LinkState {
     /// The interface sends and receives frames.
+    #[default]
     Up,
     /// The interface neither sends nor receives frames.
     Down,
