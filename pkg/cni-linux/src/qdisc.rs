@@ -73,22 +73,6 @@ const TCA_MIRRED_PARMS: u16 = 2;
 const TCA_EGRESS_REDIR: u32 = 1;
 
 impl QdiscParent {
-    /// Returns the kernel's number (`TC_H_*`) for this attachment point.
-    fn number(self) -> u32 {
-        match self {
-            QdiscParent::Root => TC_H_ROOT,
-            QdiscParent::Ingress => TC_H_INGRESS,
-        }
-    }
-
-    /// Returns the handle of the qdisc that these plugins create here.
-    fn handle(self) -> u32 {
-        match self {
-            QdiscParent::Root => ROOT_HANDLE,
-            QdiscParent::Ingress => INGRESS_HANDLE,
-        }
-    }
-
     /// Returns the kind of the qdisc that these plugins create here.
     fn kind(self) -> &'static str {
         match self {
@@ -103,10 +87,10 @@ impl Netlink {
     /// only the kernel's default qdisc, or no qdisc.
     pub fn find_qdisc(&self, index: u32, parent: QdiscParent) -> Result<Option<Qdisc>> {
         let request = match parent {
-            QdiscParent::Root => TrafficRequest::new(index).parent(parent.number()),
+            QdiscParent::Root => TrafficRequest { parent: TC_H_ROOT, ..TrafficRequest::new(index) },
             // The ingress qdisc is looked up by its handle: a look-up by parent returns the
             // kernel's default qdisc if the interface had an ingress qdisc before.
-            QdiscParent::Ingress => TrafficRequest::new(index).handle(parent.handle()),
+            QdiscParent::Ingress => TrafficRequest { handle: INGRESS_HANDLE, ..TrafficRequest::new(index) },
         };
         match self.get_echoed(Kind::GetQdisc, &request) {
             Ok(reply) => Ok(reply.as_ref().and_then(decode)),
@@ -165,8 +149,8 @@ impl Netlink {
         /// The Ethernet type that stands for all packets.
         const ETH_P_ALL: u16 = 3;
         let protocol = ETH_P_ALL.to_be();
-        let mut message = TrafficRequest::new(from).parent(INGRESS_HANDLE).kind("u32");
-        message.info = PRIORITY << 16 | u32::from(protocol);
+        let info = PRIORITY << 16 | u32::from(protocol);
+        let mut message = TrafficRequest { parent: INGRESS_HANDLE, info, ..TrafficRequest::new(from) }.kind("u32");
         message.attributes.extend(new_nest(TCA_OPTIONS, &encode_redirect(to)));
         self.send_change(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
@@ -176,8 +160,9 @@ impl Netlink {
     /// Returns the actions of the filters of an interface's `ingress` qdisc, in the kernel's order.
     /// A redirection to a deleted interface has index 0.
     pub fn list_filters(&self, index: u32) -> Result<Vec<Filter>> {
+        let request = TrafficRequest { parent: INGRESS_HANDLE, ..TrafficRequest::new(index) };
         let replies = self
-            .dump(Kind::GetFilter, &TrafficRequest::new(index).parent(INGRESS_HANDLE))
+            .dump(Kind::GetFilter, &request)
             .map_err(|cause| Error::new(format_args!("failed to list the filters of {}", self.label(index)), cause))?;
         let bodies = replies.iter().filter_map(|reply| reply.body(Kind::NewFilter));
         Ok(bodies.flat_map(decode_filter).collect())
@@ -203,6 +188,7 @@ impl Netlink {
 struct TrafficRequest {
     index: u32,
     handle: u32,
+    /// Of a qdisc a `TC_H_*` constant, of a filter the handle of its qdisc.
     parent: u32,
     /// For a filter: its priority in the upper, its protocol in the lower 16 bits.
     info: u32,
@@ -220,19 +206,12 @@ impl TrafficRequest {
 
     /// Returns a request about the qdisc that these plugins create at `parent`.
     fn of_qdisc(index: u32, parent: QdiscParent) -> TrafficRequest {
-        TrafficRequest::new(index).handle(parent.handle()).parent(parent.number()).kind(parent.kind())
-    }
-
-    /// Sets the handle of the qdisc.
-    fn handle(mut self, handle: u32) -> TrafficRequest {
-        self.handle = handle;
-        self
-    }
-
-    /// Sets the parent: of a qdisc a `TC_H_*` constant, of a filter the handle of its qdisc.
-    fn parent(mut self, parent: u32) -> TrafficRequest {
-        self.parent = parent;
-        self
+        let kind = parent.kind();
+        let (parent, handle) = match parent {
+            QdiscParent::Root => (TC_H_ROOT, ROOT_HANDLE),
+            QdiscParent::Ingress => (TC_H_INGRESS, INGRESS_HANDLE),
+        };
+        TrafficRequest { parent, handle, ..TrafficRequest::new(index) }.kind(kind)
     }
 
     /// Adds the kind of the qdisc or filter, such as `tbf`.
