@@ -167,9 +167,9 @@ impl Netlink {
         if !flags.is_empty() {
             message.attributes.push(AddressAttribute::Flags(flags));
         }
-        self.request(Kind::NewAddress, &message, NLM_F_CREATE | NLM_F_EXCL)
-            .map(drop)
-            .map_err(|cause| Error::new(format_args!("failed to add {cidr} to {}", self.label(index)), cause))
+        self.change(Kind::NewAddress, index, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
+            format!("failed to add {cidr} to {link}")
+        })
     }
 
     /// Deletes an address.
@@ -177,9 +177,8 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_not_found`] if the interface does not have the address, or does not exist.
     pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
-        self.request(Kind::DelAddress, &address_request(index, cidr), 0)
-            .map(drop)
-            .map_err(|cause| Error::new(format_args!("failed to delete {cidr} from {}", self.label(index)), cause))
+        let message = address_request(index, cidr);
+        self.change(Kind::DelAddress, index, &message, 0, |link| format!("failed to delete {cidr} from {link}"))
     }
 }
 

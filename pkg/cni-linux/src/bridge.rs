@@ -108,9 +108,7 @@ impl Netlink {
     pub fn enable_vlan_filtering(&self, index: u32) -> Result<()> {
         let request = LinkRequest::new(index).kind("bridge", &new_attribute(IFLA_BR_VLAN_FILTERING, &[1]));
         // NEWLINK, because SETLINK ignores the options of a link.
-        self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
-            Error::new(format_args!("failed to switch on VLAN filtering of {}", self.label(index)), cause)
-        })
+        self.change(Kind::NewLink, index, &request, 0, |link| format!("failed to switch on VLAN filtering of {link}"))
     }
 
     /// Changes settings of an existing bridge, in one request. A kernel that lacks a setting
@@ -128,9 +126,7 @@ impl Netlink {
         }
         let request = LinkRequest::new(index).kind("bridge", &options);
         // NEWLINK, because SETLINK ignores the options of a link.
-        self.request(Kind::NewLink, &request, 0)
-            .map(drop)
-            .map_err(|cause| Error::new(format_args!("failed to set {settings:?} of {}", self.label(index)), cause))
+        self.change(Kind::NewLink, index, &request, 0, |link| format!("failed to set {settings:?} of {link}"))
     }
 
     /// Sets hairpin mode, isolation and the suppression of neighbour requests of a bridge's port.
@@ -141,8 +137,8 @@ impl Netlink {
         let request =
             LinkRequest::new(index).port("bridge", &[hairpin, isolated, suppress.unwrap_or_default()].concat());
         // NEWLINK, because SETLINK ignores the options of a port.
-        self.request(Kind::NewLink, &request, 0).map(drop).map_err(|cause| {
-            Error::new(format_args!("failed to set hairpin mode and isolation of {}", self.label(index)), cause)
+        self.change(Kind::NewLink, index, &request, 0, |link| {
+            format!("failed to set hairpin mode and isolation of {link}")
         })
     }
 

@@ -51,13 +51,9 @@ impl Netlink {
         let mut message = neighbour_request(index, ip);
         message.header.state = NeighbourState::Permanent;
         message.attributes.push(NeighbourAttribute::LinkLayerAddress(mac.0.to_vec()));
-        match self.request(Kind::NewNeighbour, &message, NLM_F_CREATE | NLM_F_REPLACE) {
-            Ok(_) => Ok(()),
-            Err(cause) => {
-                let label = self.label(index);
-                Err(Error::new(format_args!("failed to add the permanent neighbour {ip} {mac} on {label}"), cause))
-            }
-        }
+        self.change(Kind::NewNeighbour, index, &message, NLM_F_CREATE | NLM_F_REPLACE, |link| {
+            format!("failed to add the permanent neighbour {ip} {mac} on {link}")
+        })
     }
 
     /// Removes the neighbour entry of `ip` on the interface `index`, if there is one.

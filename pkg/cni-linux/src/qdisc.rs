@@ -122,7 +122,7 @@ impl Netlink {
     fn create_qdisc(&self, index: u32, parent: QdiscParent, options: &[u8]) -> Result<()> {
         let mut message = TrafficRequest::of_qdisc(index, parent);
         message.attributes.extend(options);
-        self.send_change(Kind::NewQdisc, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
+        self.change(Kind::NewQdisc, index, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to add qdisc {} to {link}", parent.kind())
         })
     }
@@ -132,7 +132,7 @@ impl Netlink {
     /// interface does not exist, or has no qdisc or a different one there.
     pub fn purge_qdisc(&self, index: u32, parent: QdiscParent) -> Result<()> {
         let message = TrafficRequest::of_qdisc(index, parent);
-        let deleted = self.send_change(Kind::DelQdisc, &message, 0, |link| {
+        let deleted = self.change(Kind::DelQdisc, index, &message, 0, |link| {
             format!("failed to remove qdisc {} from {link}", parent.kind())
         });
         match deleted {
@@ -152,7 +152,7 @@ impl Netlink {
         let info = PRIORITY << 16 | u32::from(protocol);
         let mut message = TrafficRequest { parent: INGRESS_HANDLE, info, ..TrafficRequest::new(from) }.kind("u32");
         message.attributes.extend(new_nest(TCA_OPTIONS, &encode_redirect(to)));
-        self.send_change(Kind::NewFilter, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
+        self.change(Kind::NewFilter, from, &message, NLM_F_CREATE | NLM_F_EXCL, |link| {
             format!("failed to redirect the traffic that {link} receives to {}", self.label(to))
         })
     }
@@ -166,21 +166,6 @@ impl Netlink {
             .map_err(|cause| Error::new(format_args!("failed to list the filters of {}", self.label(index)), cause))?;
         let bodies = replies.iter().filter_map(|reply| reply.body(Kind::NewFilter));
         Ok(bodies.flat_map(decode_filter).collect())
-    }
-
-    /// Sends a request that adds or removes a qdisc or filter. `describe_failure` gets the
-    /// interface's name and returns the beginning of the error message.
-    fn send_change(
-        &self,
-        kind: Kind,
-        message: &TrafficRequest,
-        flags: u16,
-        describe_failure: impl FnOnce(&str) -> String,
-    ) -> Result<()> {
-        match self.request(kind, message, flags) {
-            Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(describe_failure(&self.label(message.index)), cause)),
-        }
     }
 }
 

@@ -81,17 +81,14 @@ impl Netlink {
             VlanFlags::Tagged => BridgeVlanInfoFlags::empty(),
             VlanFlags::Access => BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged,
         };
-        self.request(Kind::SetLink, &vlan_request(index, vid, flags, target), 0)
-            .map(drop)
-            .map_err(|cause| Error::new(format_args!("failed to add VLAN {vid} to {}", self.label(index)), cause))
+        let request = vlan_request(index, vid, flags, target);
+        self.change(Kind::SetLink, index, &request, 0, |link| format!("failed to add VLAN {vid} to {link}"))
     }
 
     /// Removes a port, or a bridge itself, from a VLAN.
     pub fn del_vlan(&self, index: u32, vid: u16, target: Target) -> Result<()> {
         let request = vlan_request(index, vid, BridgeVlanInfoFlags::empty(), target);
-        self.request(Kind::DelLink, &request, 0)
-            .map(drop)
-            .map_err(|cause| Error::new(format_args!("failed to remove VLAN {vid} from {}", self.label(index)), cause))
+        self.change(Kind::DelLink, index, &request, 0, |link| format!("failed to remove VLAN {vid} from {link}"))
     }
 }
 

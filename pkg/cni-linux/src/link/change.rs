@@ -6,7 +6,7 @@
 use std::net::Ipv6Addr;
 
 use super::LinkRequest;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::mac::Mac;
 use crate::netlink::wire::new_attribute;
 use crate::netlink::{Kind, Netlink};
@@ -33,10 +33,7 @@ impl Netlink {
     /// # Errors
     /// [`Error::is_not_found`] if the interface does not exist.
     pub fn delete_link(&self, index: u32) -> Result<()> {
-        match self.request(Kind::DelLink, &LinkRequest::new(index), 0) {
-            Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(format_args!("failed to delete {}", self.label(index)), cause)),
-        }
+        self.change(Kind::DelLink, index, &LinkRequest::new(index), 0, |link| format!("failed to delete {link}"))
     }
 
     /// Deletes an interface if it exists. Returns whether it existed.
@@ -149,10 +146,7 @@ impl Netlink {
     /// Sends a request that changes an existing link (RTM_SETLINK). `describe_failure` gets the
     /// link's name and returns the beginning of the error message.
     pub(crate) fn set_link(&self, request: LinkRequest, describe_failure: impl FnOnce(&str) -> String) -> Result<()> {
-        match self.request(Kind::SetLink, &request, 0) {
-            Ok(_) => Ok(()),
-            Err(cause) => Err(Error::new(describe_failure(&self.label(request.index())), cause)),
-        }
+        self.change(Kind::SetLink, request.index(), &request, 0, describe_failure)
     }
 }
 

@@ -26,7 +26,7 @@ use crate::bond::BondMode;
 use crate::error::{Cause, Error, Result};
 use crate::mac::Mac;
 use crate::netlink::wire::attribute;
-use crate::netlink::{Kind, Netlink, Reply};
+use crate::netlink::{Body, Kind, Netlink, Reply};
 
 /// The attributes of a bridge for the spanning tree protocol, for the forwarding of frames to
 /// reserved addresses, and for multicast snooping.
@@ -326,6 +326,23 @@ impl Netlink {
         let links = self.dump(Kind::GetLink, &request.answer_filter(libc::RTEXT_FILTER_SKIP_STATS))?;
         let links = links.iter().filter_map(decode);
         Ok(links.filter(|link| master.is_none() || link.master == master).collect())
+    }
+
+    /// Sends a request that changes something about the interface `index`, with `flags` in addition
+    /// to `NLM_F_REQUEST` and `NLM_F_ACK`. After a failure, `describe_failure` gets the interface's
+    /// name and returns the beginning of the error message.
+    pub(crate) fn change(
+        &self,
+        kind: Kind,
+        index: u32,
+        body: &dyn Body,
+        flags: u16,
+        describe_failure: impl FnOnce(&str) -> String,
+    ) -> Result<()> {
+        match self.request(kind, body, flags) {
+            Ok(_) => Ok(()),
+            Err(cause) => Err(Error::new(describe_failure(&self.label(index)), cause)),
+        }
     }
 
     /// Returns the name of an interface for an error message, or `interface INDEX` if it cannot be

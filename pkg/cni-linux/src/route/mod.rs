@@ -187,8 +187,8 @@ impl Netlink {
     /// [`Error::is_exists`] if a [conflicting](Route::conflicts_with) route exists, which may be
     /// identical: see [`Netlink::list_conflicting`].
     pub fn add_route(&self, route: &Route) -> Result<()> {
-        self.request(Kind::NewRoute, &route_request(route), NLM_F_CREATE | NLM_F_EXCL).map(drop).map_err(|cause| {
-            Error::new(format_args!("failed to add route {route} dev {}", self.label(route.oif)), cause)
+        self.change(Kind::NewRoute, route.oif, &route_request(route), NLM_F_CREATE | NLM_F_EXCL, |link| {
+            format!("failed to add route {route} dev {link}")
         })
     }
 
