@@ -31,13 +31,7 @@ pub fn identify(call: &Call<'_>, prev: Option<&AddResult>, link: &Link) -> Resul
     if expected.is_some() && expected == link.mac {
         return Ok(Identity::Own);
     }
-    let host_end = match link.peer_index.filter(|_| link.is_veth()) {
-        None => None,
-        Some(index) => {
-            // An unrelated link of the host may have the index.
-            Netlink::open()?.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(link.index))
-        }
-    };
+    let host_end = if link.is_veth() { Netlink::open()?.find_other_end(link)? } else { None };
     let alias = host_end.as_ref().unwrap_or(link).alias.as_deref();
     if alias.and_then(AttachmentId::parse).is_none() {
         return Ok(Identity::Unknown);

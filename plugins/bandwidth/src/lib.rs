@@ -114,9 +114,7 @@ fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Li
     let inner = inner.ok_or_else(|| no_peer(format!("could not look up {ifname:?}: Link not found")))?;
     let index = inner.peer_index.filter(|_| inner.is_veth());
     let index = index.ok_or_else(|| no_peer(format!("interface {ifname:?} was not a veth interface")))?;
-    // The other end must name CNI_IFNAME as its peer: an unrelated interface of the host may have
-    // the same index.
-    let host_end = host.find_link_by_index(index)?.filter(|link| link.peer_index == Some(inner.index));
+    let host_end = host.find_other_end(&inner)?;
     let host_end = host_end.ok_or_else(|| Error::config(format!("veth peer with index {index} is not in host ns")))?;
     if !lists_host_interface(prev, &host_end.name) {
         let details = format!("prevResult does not list {}, the host's end of {ifname}", host_end.name);

@@ -295,6 +295,15 @@ impl Netlink {
         Ok(reply.filter(is_of_namespace).as_ref().and_then(decode))
     }
 
+    /// Returns the other end of `link`, a veth in another namespace, if that end is in this
+    /// connection's namespace. Returns `None` if `link` is not a veth.
+    pub fn find_other_end(&self, link: &Link) -> Result<Option<Link>> {
+        let Some(index) = link.peer_index.filter(|_| link.is_veth()) else { return Ok(None) };
+        // An unrelated interface of this namespace may have the index.
+        let is_other_end = |other: &Link| other.is_veth() && other.peer_index == Some(link.index);
+        Ok(self.find_link_by_index(index)?.filter(is_other_end))
+    }
+
     /// Returns every interface of the namespace.
     pub fn list_links(&self) -> Result<Vec<Link>> {
         self.list(None).map_err(|cause| Error::new("failed to list the interfaces", cause))

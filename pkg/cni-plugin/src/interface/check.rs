@@ -111,11 +111,10 @@ impl<'a, C> OpenedAttachment<'a, C> {
             attachment.is_on(link.alias.as_deref())
                 || PortMark::of(link).is_some_and(|mark| mark.belongs_to(attachment))
         };
-        let marked = links.iter().filter(|link| link.is_veth()).find(has_mark);
-        let Some((outer, index)) = marked.and_then(|outer| Some((outer, outer.peer_index?))) else { return Ok(None) };
-        let inner = self.context.container.find_link_by_index(index)?;
-        // An unrelated link of the namespace may have the index.
-        Ok(inner.filter(|inner| inner.peer_index == Some(outer.index)))
+        match links.iter().filter(|link| link.is_veth()).find(has_mark) {
+            Some(outer) => Ok(self.context.container.find_other_end(outer)?),
+            None => Ok(None),
+        }
     }
 
     /// Adds `inner`, the container's interface, and its entry, addresses and routes in
@@ -260,11 +259,7 @@ impl<'a, C> Check<'a, C> {
     /// # Errors
     /// Code 101 with the text `missing` if the host has no such end.
     pub fn host_end(&self, missing: &str) -> Result<Link> {
-        let error = || failed(missing);
-        let index = self.inner.peer_index.ok_or_else(error)?;
-        let outer = self.context.host.find_link_by_index(index)?.ok_or_else(error)?;
-        // If the other end is not on the host, the index may be that of an unrelated link.
-        if outer.peer_index == Some(self.inner.index) { Ok(outer) } else { Err(error()) }
+        self.context.host.find_other_end(&self.inner)?.ok_or_else(|| failed(missing))
     }
 
     /// Compares the MAC and MTU of CNI_IFNAME with `prevResult`. If the plugin's policy asks for

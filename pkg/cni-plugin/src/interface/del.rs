@@ -148,13 +148,7 @@ impl<I: Interface> Links<'_, '_, I> {
     /// a note. If its end on the host has a port mark, an earlier plugin created `inner`: gives it
     /// back if the mark is this attachment's, else leaves it silently.
     fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
-        // The end on the host, if `inner` is a veth whose peer is there.
-        let outer = match inner.peer_index {
-            Some(index) if I::HOST_END != HostEnd::None => {
-                host.find_link_by_index(index)?.filter(|outer| outer.peer_index == Some(inner.index))
-            }
-            _ => None,
-        };
+        let outer = if I::HOST_END == HostEnd::None { None } else { host.find_other_end(inner)? };
         if let Some(outer) = &outer
             && let Some(port_mark) = PortMark::of(outer)
         {
