@@ -7,22 +7,28 @@
 //! Open the watch before the awaited change can begin: otherwise its event may come before the
 //! watch is open.
 
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Instant;
 
 use cni::machine::Machine;
+use netlink_sys::SocketAddr;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use crate::error::{Cause, Error, Result};
 use crate::machine::{termination_signals, wait_ready};
-use crate::netlink::socket::Events;
+use crate::netlink::socket::{Protocol, RECEIVE_BUFFER};
+use crate::netlink::wire::{self, Message};
 use crate::netns::Netns;
+
+/// The multicast group of changes of links.
+const RTMGRP_LINK: u32 = 0x1;
 
 /// RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE. An IPv6 address is
 /// reported before its route exists, so the route must be watched.
-const GROUPS: u32 = 0x1 | 0x10 | 0x100 | 0x400;
+const GROUPS: u32 = RTMGRP_LINK | 0x10 | 0x100 | 0x400;
 
 /// The bit of RTNLGRP_ND_USEROPT: the options of router advertisements that the kernel itself does
 /// not use.
@@ -35,7 +41,7 @@ const ND_USEROPT_HEADER: usize = 16;
 /// links of many ([`open_everywhere`](Watch::open_everywhere)).
 #[derive(Debug)]
 pub struct Watch {
-    events: Events,
+    events: netlink_sys::Socket,
 }
 
 impl AsFd for Watch {
@@ -64,10 +70,14 @@ impl Watch {
     }
 
     fn open_groups(groups: u32) -> Result<Watch> {
-        let events = Events::open(groups).map_err(|error| {
+        let open = || -> io::Result<Watch> {
+            let mut events = Protocol::Route.socket()?;
+            events.bind(&SocketAddr::new(0, groups))?;
+            Ok(Watch { events })
+        };
+        open().map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces, addresses and routes", error)
-        })?;
-        Ok(Watch { events })
+        })
     }
 
     /// Subscribes to the changes in another namespace, from now on.
@@ -78,16 +88,51 @@ impl Watch {
     /// Subscribes to changes of links in every namespace that has an ID in the calling thread's
     /// namespace, and to changes of these IDs.
     pub fn open_everywhere() -> Result<Watch> {
-        let events = Events::open_everywhere().map_err(|error| {
+        const RTNLGRP_NSID: u32 = 28;
+        let open = || -> io::Result<Watch> {
+            let mut events = Protocol::Route.socket()?;
+            events.set_listen_all_namespaces(true)?;
+            events.bind(&SocketAddr::new(0, RTMGRP_LINK))?;
+            events.add_membership(RTNLGRP_NSID)?;
+            Ok(Watch { events })
+        };
+        open().map_err(|error| {
             Error::new("failed to subscribe to the kernel's messages about interfaces and namespaces", error)
-        })?;
-        Ok(Watch { events })
+        })
+    }
+
+    /// Calls `handle` for each message of the queued events. Events that the kernel dropped, and
+    /// other errors of the socket, are ignored.
+    fn read(&self, handle: &mut dyn FnMut(&Message<'_>)) {
+        let mut buffer = Vec::with_capacity(RECEIVE_BUFFER);
+        loop {
+            buffer.clear();
+            match self.events.recv(&mut buffer, libc::MSG_DONTWAIT) {
+                Ok(_) => wire::messages(&buffer).for_each(|message| handle(&message)),
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
+                // The queue is empty (EAGAIN), or fails.
+                Err(_) => return,
+            }
+        }
     }
 
     /// Discards all queued events. Returns whether a link or a namespace's ID may have been
     /// removed: an event reported a removal, or events were lost.
     pub fn drain(&self) -> bool {
-        self.events.drain()
+        const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
+        let mut has_removal = false;
+        // The length (32 bits), type (16) and flags (16) of a message; `recv` cuts off the rest.
+        let mut head = [0; 8];
+        loop {
+            match self.events.recv(&mut &mut head[..], libc::MSG_DONTWAIT) {
+                Ok(_) => has_removal |= REMOVALS.contains(&u16::from_ne_bytes([head[4], head[5]])),
+                // The kernel dropped events, perhaps the one of a removal.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => has_removal = true,
+                // The queue is empty (EAGAIN). Other errors are ignored: events only trigger a
+                // look at the kernel's state.
+                Err(_) => return has_removal,
+            }
+        }
     }
 
     /// Calls `check` at once and after every change until `check` returns `Some`, and returns the
@@ -105,7 +150,7 @@ impl Watch {
         machine: &dyn Machine,
         check: impl FnMut() -> Result<Option<T>>,
     ) -> Result<T> {
-        self.wait_reading(what, deadline, machine, check, || _ = self.events.drain())
+        self.wait_reading(what, deadline, machine, check, || _ = self.drain())
     }
 
     /// Waits as [`wait`](Watch::wait) does, and calls `take` for the options of each router
@@ -123,7 +168,7 @@ impl Watch {
         mut take: impl FnMut(u32, &[u8]),
     ) -> Result<T> {
         let mut read = || {
-            self.events.read(&mut |message| {
+            self.read(&mut |message| {
                 if message.kind == libc::RTM_NEWNDUSEROPT
                     && let Some((index, options)) = user_options(message.payload)
                 {

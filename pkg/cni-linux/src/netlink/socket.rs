@@ -5,9 +5,7 @@
 //! returns. The next part of a dump is queued during each `recv`. So nothing here waits: if the
 //! queue is empty, no answer will come.
 
-use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 
 use netlink_packet_core::{NLM_F_ACK, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST};
 use netlink_sys::SocketAddr;
@@ -21,7 +19,7 @@ use crate::retry::retry;
 
 /// The size of the receive buffer. A part of a dump has at most 32 KiB (the kernel's limit), the
 /// answer about one link with hundreds of virtual functions a little more.
-const RECEIVE_BUFFER: usize = 64 << 10;
+pub(crate) const RECEIVE_BUFFER: usize = 64 << 10;
 
 /// Which part of the kernel a socket talks to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +32,7 @@ pub enum Protocol {
 
 impl Protocol {
     /// Creates a socket in the calling thread's network namespace.
-    fn socket(self) -> io::Result<netlink_sys::Socket> {
+    pub(crate) fn socket(self) -> io::Result<netlink_sys::Socket> {
         netlink_sys::Socket::new(match self {
             Protocol::Route => NETLINK_ROUTE,
             Protocol::Netfilter => NETLINK_NETFILTER,
@@ -43,6 +41,7 @@ impl Protocol {
 }
 
 /// A connection to one part of the kernel, in the network namespace that it was opened in.
+#[derive(Debug)]
 pub struct Socket {
     socket: netlink_sys::Socket,
     /// The sequence number of the last request.
@@ -51,12 +50,6 @@ pub struct Socket {
     buffer: Vec<u8>,
     /// Whether unread parts of an earlier answer may be in the queue.
     has_unread: bool,
-}
-
-impl fmt::Debug for Socket {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Socket").field("sequence", &self.sequence).finish_non_exhaustive()
-    }
 }
 
 impl Socket {
@@ -183,71 +176,6 @@ impl Socket {
             }
             Err(error) => Err(error.into()),
         }
-    }
-}
-
-/// A socket that receives the kernel's notifications about changes, for [`Watch`](crate::Watch).
-#[derive(Debug)]
-pub(crate) struct Events(netlink_sys::Socket);
-
-impl Events {
-    /// Subscribes to these multicast groups (`RTMGRP_…`) in the calling thread's network namespace.
-    pub(crate) fn open(groups: u32) -> io::Result<Events> {
-        let mut socket = Protocol::Route.socket()?;
-        socket.bind(&SocketAddr::new(0, groups))?;
-        Ok(Events(socket))
-    }
-
-    /// Subscribes to changes of links in all namespaces that have an ID in the calling thread's
-    /// namespace, and to changes of these IDs.
-    pub(crate) fn open_everywhere() -> io::Result<Events> {
-        const RTMGRP_LINK: u32 = 1;
-        const RTNLGRP_NSID: u32 = 28;
-        let mut socket = Protocol::Route.socket()?;
-        socket.set_listen_all_namespaces(true)?;
-        socket.bind(&SocketAddr::new(0, RTMGRP_LINK))?;
-        socket.add_membership(RTNLGRP_NSID)?;
-        Ok(Events(socket))
-    }
-
-    /// Calls `handle` for each message of the queued events. Events that the kernel dropped, and
-    /// other errors of the socket, are ignored.
-    pub(crate) fn read(&self, handle: &mut dyn FnMut(&Message<'_>)) {
-        let mut buffer = Vec::with_capacity(RECEIVE_BUFFER);
-        loop {
-            buffer.clear();
-            match self.0.recv(&mut buffer, libc::MSG_DONTWAIT) {
-                Ok(_) => wire::messages(&buffer).for_each(|message| handle(&message)),
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
-                // The queue is empty (EAGAIN), or fails.
-                Err(_) => return,
-            }
-        }
-    }
-
-    /// Discards all queued events. Returns whether one of them reported the removal of a link or of
-    /// a namespace's ID, or events were lost.
-    pub(crate) fn drain(&self) -> bool {
-        const REMOVALS: [u16; 2] = [libc::RTM_DELLINK, libc::RTM_DELNSID];
-        let mut has_removal = false;
-        // The length (32 bits), type (16) and flags (16) of a message; `recv` cuts off the rest.
-        let mut head = [0; 8];
-        loop {
-            match self.0.recv(&mut &mut head[..], libc::MSG_DONTWAIT) {
-                Ok(_) => has_removal |= REMOVALS.contains(&u16::from_ne_bytes([head[4], head[5]])),
-                // The kernel dropped events, perhaps the one of a removal.
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => has_removal = true,
-                // The queue is empty (EAGAIN). Other errors are ignored: events only trigger a
-                // look at the kernel's state.
-                Err(_) => return has_removal,
-            }
-        }
-    }
-}
-
-impl AsFd for Events {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
     }
 }
 
