@@ -8,6 +8,8 @@
 //! An answer is either complete or an error: a caller removes the attachments of pods that are
 //! missing in it.
 
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod message;
 
 use std::io;

@@ -30,6 +30,7 @@ pub mod links;
 mod machine;
 pub mod nft;
 pub mod node_file;
+pub mod pods;
 pub mod proc;
 pub mod resolv;
 pub mod result;
@@ -42,7 +43,7 @@ pub mod tuning;
 pub type Target = fn(&[u8]);
 
 /// All targets, each with the name of its archive in `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 21] = [
+pub const TARGETS: [(&str, Target); 22] = [
     ("advertisement", advertisement::run),
     ("answer", answer::run),
     ("args", args::run),
@@ -57,6 +58,7 @@ pub const TARGETS: [(&str, Target); 21] = [
     ("links", links::run),
     ("nft", nft::run),
     ("node_file", node_file::run),
+    ("pods", pods::run),
     ("proc", proc::run),
     ("resolv", resolv::run),
     ("result", result::run),

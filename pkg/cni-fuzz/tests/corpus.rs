@@ -57,7 +57,7 @@ macro_rules! replayed {
     };
 }
 
-replayed! { advertisement answer args cache config conflist conntrack dhcp gob iptables ledger links nft node_file proc resolv result store subnet sums tuning }
+replayed! { advertisement answer args cache config conflist conntrack dhcp gob iptables ledger links nft node_file pods proc resolv result store subnet sums tuning }
 
 /// The crate that libFuzzer is built from is outside the workspace: nothing here compiles it.
 #[test]
