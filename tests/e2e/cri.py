@@ -136,15 +136,21 @@ def scenario_a_full_range(node):
     finish(runtime, *identifiers)
 
 
-def scenario_containerd_2_asks_status(node):
-    """It hands on what STATUS says: without its daemon dhcp is not ready, and so the node's network is not."""
+def start_containerd_2(node, *plugins):
+    """As start, with the containerd that asks STATUS."""
     if not os.path.exists(f"{CONTAINERD2}/usr/bin/containerd"):
         raise Skip("containerd 2 could not be fetched")
     os.environ["PATH"] = f"{CONTAINERD2}/usr/bin:{os.environ['PATH']}"
-    firewall, bandwidth = networks.firewall(), networks.bandwidth()
-    plugins = networks.bridge(six=True), networks.portmap(), firewall, bandwidth, networks.tuning()
     runtime = start(node, *plugins, version="1.1.0")
     expect(sh("containerd", "--version").split()[2].split(".")[0], "2", "containerd's release")
+    return runtime
+
+
+def scenario_containerd_2_asks_status(node):
+    """It hands on what STATUS says: without its daemon dhcp is not ready, and so the node's network is not."""
+    firewall, bandwidth = networks.firewall(), networks.bandwidth()
+    plugins = networks.bridge(six=True), networks.portmap(), firewall, bandwidth, networks.tuning()
+    runtime = start_containerd_2(node, *plugins)
     wait(runtime.network_is_ready, "the network")
     identifier = runtime.run_pod("one", *PORTS)
     pod = runtime.pod(identifier)
@@ -156,6 +162,35 @@ def scenario_containerd_2_asks_status(node):
     node.configure("pods", *plugins, version="1.1.0")
     wait(runtime.network_is_ready, "the network again")
     finish(runtime, identifier)
+
+
+def scenario_gc_asks_containerd_2_for_its_pods(node):
+    """A pod that containerd lists keeps everything, stopped or not; an attachment that it does not list goes."""
+    plugins = networks.bridge(six=True), networks.portmap(), networks.firewall(), networks.tuning()
+    runtime = start_containerd_2(node, *plugins)
+    wait(runtime.network_is_ready, "the network")
+    identifiers = [runtime.run_pod(f"pod{each}", ("tcp", 80, 8000 + each, "")) for each in range(2)]
+    in_use = node.leftovers()
+    sh("ip", "netns", "add", "unlisted")
+    sh(f"{OURS}/cnitool", "add", "pods", "/run/netns/unlisted", "--container-id", "unlisted", CNI_PATH=BIN)
+    expect(len(left_of_attachments(node, in_use)) > 5, True, "the attachment that containerd does not know has its things")
+    gc = [f"{OURS}/cnitool", "gc", "--min-age", "0", "--valid-from", "unix:///run/containerd/containerd.sock"]
+    sh(*gc, CNI_PATH=BIN)
+    expect(left_of_attachments(node, in_use), [], "left of the attachment that containerd does not know")
+    expect([line for line in in_use if line not in node.leftovers()], [], "lost by the pods")
+    for number, identifier in enumerate(identifiers):
+        node.prove(runtime.pod(identifier), 8000 + number, families=(4, 6))
+    # Without an answer, nothing changes.
+    runtime.kill()
+    try:
+        sh(*gc, CNI_PATH=BIN)
+    except Failed as error:
+        expect("failed to connect" in str(error), True, f"the reason is named: {error}")
+    else:
+        raise Failed("gc has decided without the runtime's answer")
+    runtime.start()
+    finish(runtime, *identifiers)
+    sh("ip", "netns", "delete", "unlisted")
 
 
 def scenario_a_pod_of_crun(node):
