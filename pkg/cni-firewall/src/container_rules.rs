@@ -263,7 +263,7 @@ fn nft_entry(
 /// `HASHES, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
 fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
-    for listed in nft.rules(table, chain)? {
+    for listed in nft.rules_at_once(table, chain, |_| true)? {
         let comment = listed.rule.comment.clone().unwrap_or_default();
         let value_of = |key: &str| comment.split(", ").find_map(|part| part.strip_prefix(key));
         let names = [value_of("net: "), value_of("id: "), value_of("if: ")];
@@ -284,7 +284,7 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);
         for chain in portmap_nft::CONTAINER_CHAINS {
-            for listed in nft.rules(table, chain)? {
+            for listed in nft.rules_at_once(table, chain, |_| true)? {
                 let Some(container) = listed.rule.comment.clone() else { continue };
                 let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
                 let alias = identity::alias(&listed.rule);

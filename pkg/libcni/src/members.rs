@@ -27,14 +27,23 @@ impl Members {
     /// # Errors
     /// Code 6 if it is not a JSON object.
     pub fn parse(text: &str) -> Result<Members> {
+        Ok(Members::parse_with_json(text)?.0)
+    }
+
+    /// Reads an object, and also returns the same object for reading.
+    ///
+    /// # Errors
+    /// Code 6 if it is not a JSON object.
+    pub(super) fn parse_with_json(text: &str) -> Result<(Members, Json)> {
+        let undecodable = |why: String| Error::new(Code::DECODE, why);
         // `Json` checks more than serde_json (depth, nothing after the object), and its errors have
         // the position.
-        match Json::parse(text.as_bytes()) {
-            Ok(Json::Object(_)) => {}
-            Ok(_) => return Err(Error::new(Code::DECODE, "it is not a JSON object")),
-            Err(error) => return Err(Error::new(Code::DECODE, error.to_string())),
+        let json = Json::parse(text.as_bytes()).map_err(|error| undecodable(error.to_string()))?;
+        if !matches!(json, Json::Object(_)) {
+            return Err(undecodable("it is not a JSON object".to_owned()));
         }
-        serde_json::from_str(text).map_err(|error| Error::new(Code::DECODE, error.to_string()))
+        let members = serde_json::from_str(text).map_err(|error| undecodable(error.to_string()))?;
+        Ok((members, json))
     }
 
     /// Returns the value of a key as Go reads it into a struct: the case of the key is ignored, and

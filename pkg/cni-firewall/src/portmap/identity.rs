@@ -43,7 +43,7 @@ pub(crate) struct Identity {
     /// The comment that Go searches for.
     pub(super) comment: String,
     alias: String,
-    hashes: Vec<u8>,
+    network: String,
 }
 
 /// Whether a rule belongs to an attachment.
@@ -57,19 +57,18 @@ pub(crate) enum Ownership {
     Other,
 }
 
-/// Returns the value of [`TAG_HASHES`].
-fn hashes(network: &str, alias: &str) -> Vec<u8> {
-    let mut bytes = sha512(&[network.as_bytes()])[..NETWORK_LEN].to_vec();
-    bytes.extend(&sha512(&[alias.as_bytes()])[..ALIAS_LEN]);
-    bytes
-}
-
 impl Identity {
     /// Returns the names of this attachment.
     pub(crate) fn new(attachment: &AttachmentId) -> Identity {
-        let alias = attachment.alias();
         let comment = comment(&attachment.container_id);
-        Identity { comment, hashes: hashes(&attachment.network, &alias), alias }
+        Identity { comment, alias: attachment.alias(), network: attachment.network.clone() }
+    }
+
+    /// Returns the value of [`TAG_HASHES`].
+    fn hashes(&self) -> Vec<u8> {
+        let mut bytes = sha512(&[self.network.as_bytes()])[..NETWORK_LEN].to_vec();
+        bytes.extend(&sha512(&[self.alias.as_bytes()])[..ALIAS_LEN]);
+        bytes
     }
 
     /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
@@ -81,7 +80,7 @@ impl Identity {
         let rule = if used_bytes <= userdata::MAX {
             rule.with_tag(TAG_ALIAS, self.alias.clone())
         } else {
-            rule.with_tag(TAG_HASHES, self.hashes.clone())
+            rule.with_tag(TAG_HASHES, self.hashes())
         };
         match host_link {
             HostLink::Present => rule.with_tag(TAG_HAD_LINK, []),
@@ -96,7 +95,7 @@ impl Identity {
         }
         match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
             (Some(alias), _) if alias == self.alias.as_bytes() => Ownership::This,
-            (None, Some(hashes)) if hashes == self.hashes => Ownership::This,
+            (None, Some(hashes)) if hashes == self.hashes() => Ownership::This,
             (None, None) => Ownership::Container,
             _ => Ownership::Other,
         }

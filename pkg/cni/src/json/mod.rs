@@ -47,7 +47,7 @@ impl Json {
     /// Invalid JSON, text after the document, or nesting of 128 levels or more, which serde_json
     /// refuses.
     pub fn parse(bytes: &[u8]) -> Result<Json, JsonError> {
-        let text = String::from_utf8_lossy(bytes);
+        let text = crate::text::lossy(bytes);
         let mut parser = serde_json::Deserializer::from_str(&text);
         let json = Json::deserialize(&mut parser).map_err(JsonError::new)?;
         parser.end().map_err(JsonError::new)?;

@@ -129,14 +129,22 @@ impl Entry {
     /// # Errors
     /// Code 6 if the result cannot be decoded.
     pub fn container_interface(&self) -> Result<Option<Interface>> {
-        let Some(result) = self.result.as_deref() else { return Ok(None) };
         let undecodable =
-            |why: String| Error::new(Code::DECODE, format!("failed to decode the result in the result cache: {why}"));
-        let json = Json::parse(result.get().as_bytes()).map_err(|error| undecodable(error.to_string()))?;
-        let result = AddResult::decode(&json, Version::NEWEST).map_err(|error| undecodable(error.to_string()))?;
+            |why| Error::new(Code::DECODE, format!("failed to decode the result in the result cache: {why}"));
+        let result = self.decoded_result().map_err(undecodable)?.unwrap_or_default();
         let is_container_interface =
             |interface: &Interface| interface.name == self.attachment.ifname && !interface.sandbox.is_empty();
         Ok(result.interfaces.into_iter().find(is_container_interface))
+    }
+
+    /// Returns the decoded result, or `None` if the entry has none.
+    ///
+    /// # Errors
+    /// The reason why the result cannot be decoded.
+    pub fn decoded_result(&self) -> Result<Option<AddResult>, String> {
+        let Some(result) = self.result.as_deref() else { return Ok(None) };
+        let json = Json::parse(result.get().as_bytes()).map_err(|error| error.to_string())?;
+        AddResult::decode(&json, Version::NEWEST).map(Some).map_err(|error| error.to_string())
     }
 
     /// Returns the result as a `prevResult` of `version`, or `None` without a result. A result that

@@ -77,10 +77,9 @@ pub(super) fn encode(entry: &Entry) -> Result<String> {
 /// # Errors
 /// The reason why the file is neither.
 pub(super) fn decode(bytes: &[u8]) -> Result<Content, String> {
-    let text = String::from_utf8_lossy(bytes);
+    let text = cni::text::lossy(bytes);
     // `members` has the values that stay verbatim, `json` the others.
-    let members = Members::parse(&text).map_err(|error| error.to_string())?;
-    let json = Json::parse(bytes).map_err(|error| error.to_string())?;
+    let (members, json) = Members::parse_with_json(&text).map_err(|error| error.to_string())?;
     if json.get("kind").and_then(Json::as_str) != Some(KIND) {
         let result = RawValue::from_string(text.trim().to_owned());
         return result.map(Content::BareResult).map_err(|error| error.to_string());
