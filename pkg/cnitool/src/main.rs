@@ -4,8 +4,14 @@ use std::io::{self, IsTerminal, Write as _};
 use std::process::ExitCode;
 
 use cni::rollback::Notes;
-use cni_linux::LinuxMachine;
+use cni_linux::{Arena, LinuxMachine};
 use cnitool::{Call, ColorMode, Exit, Streams};
+
+/// The block is large enough for `metrics` on a node with 600 containers, which takes a third less
+/// time with it. A verb that runs for long, such as a repeated gc, uses musl's allocator when the
+/// block is full.
+#[global_allocator]
+static MEMORY: Arena<{ 48 << 20 }> = Arena::new();
 
 fn main() -> ExitCode {
     let notes = Notes::new(|line| {
