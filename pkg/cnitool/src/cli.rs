@@ -278,7 +278,7 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         // These verbs have names of their own in their failures.
         Verb::Network(verb) => return network::run(&Command::new(verb, &mut context)?, &context, streams),
         Verb::Version(args) => {
-            return network::run(&Command::named(skel::Verb::Version, args), &context, streams);
+            return network::run(&Command::of_network(skel::Verb::Version, args.network), &context, streams);
         }
         Verb::Explain(args) => return explain::run(args, context, streams),
         Verb::Ipam(args) => return ipam::run(&args, &context, streams),

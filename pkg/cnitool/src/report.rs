@@ -17,42 +17,21 @@ use crate::call::{ColorMode, Exit, Failure, Format, Streams, own_uid};
 /// code if a server refuses its request.
 pub(crate) const REFUSED: Code = Code::REFUSED;
 
-/// Writes text for people to stdout. Control characters are escaped, because a container can give
-/// its interfaces names that change the terminal's state.
-///
-/// # Errors
-/// Code 5 if stdout cannot be written.
-pub(crate) fn write(streams: &mut Streams<'_>, text: &str) -> Result<(), Error> {
-    let text = escape_control(text, streams.stdout_style);
-    write_raw(streams, &text)
-}
-
-/// Escapes control characters, and the invisible characters that change the writing direction or
-/// end a line or paragraph. Keeps newlines and, if `style` has colours, the escape sequences that
-/// [`paint`] writes.
-fn escape_control(text: &str, style: ColorMode) -> String {
+/// Escapes control characters, because a container can give its interfaces names that change the
+/// terminal's state. Also escapes the invisible characters that change the writing direction or end
+/// a line or paragraph. Keeps newlines.
+fn escape_control(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
-    let mut rest = text;
-    loop {
-        let mut chars = rest.chars();
-        let Some(next) = chars.next() else { return escaped };
-        let painted = PAINT_SEQUENCES.iter().find_map(|sequence| Some((sequence, rest.strip_prefix(sequence)?)));
-        if let Some((sequence, later)) = painted
-            && style == ColorMode::Coloured
-        {
-            escaped.push_str(sequence);
-            rest = later;
-            continue;
-        }
+    for c in text.chars() {
         let is_direction_mark =
-            matches!(next, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        let is_line_separator = matches!(next, '\u{2028}' | '\u{2029}');
-        match next.is_control() || is_direction_mark || is_line_separator {
-            true if next != '\n' => escaped.extend(next.escape_default()),
-            _ => escaped.push(next),
+            matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        let is_line_separator = matches!(c, '\u{2028}' | '\u{2029}');
+        match c.is_control() || is_direction_mark || is_line_separator {
+            true if c != '\n' => escaped.extend(c.escape_default()),
+            _ => escaped.push(c),
         }
-        rest = chars.as_str();
     }
+    escaped
 }
 
 /// Writes a text to stdout without escaping it.
@@ -87,19 +66,25 @@ impl Report {
     pub(crate) fn write(&self, streams: &mut Streams<'_>, format: Format, document: &Value) -> Result<(), Error> {
         match format {
             Format::Json => write_json(streams, document),
-            Format::Text => write(streams, &self.text),
+            Format::Text => write_raw(streams, &self.text),
         }
     }
 
     /// Adds a line.
     pub(crate) fn line(&mut self, text: impl Display) {
-        self.text += &format!("{text}\n");
+        self.painted(None, &text.to_string());
     }
 
     /// Adds a line in a colour.
     pub(crate) fn painted(&mut self, colour: impl Into<Option<Colour>>, text: &str) {
-        let painted = colour.into().map(|colour| paint(self.style, colour, text));
-        self.line(painted.as_deref().unwrap_or(text));
+        self.parts(&[(colour.into(), text)]);
+    }
+
+    /// Adds a line of parts with a space between them, each in its colour.
+    pub(crate) fn parts(&mut self, parts: &[(Option<Colour>, &str)]) {
+        let painted = parts.iter().map(|(colour, text)| paint(self.style, *colour, &escape_control(text)));
+        self.text += &painted.collect::<Vec<_>>().join(" ");
+        self.text.push('\n');
     }
 
     /// Adds a line about an object or a check. A problem is red and begins with a `!`.
@@ -139,11 +124,6 @@ impl Report {
             let shown: Vec<String> = shown.map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
             self.painted(colour, shown.join("  ").trim_end());
         }
-    }
-
-    /// Returns a text in a colour, for a part of a line.
-    pub(crate) fn part(&self, colour: Colour, text: &str) -> String {
-        paint(self.style, colour, text)
     }
 }
 
@@ -252,28 +232,17 @@ pub(crate) enum Colour {
     Bold,
 }
 
-/// The escape sequence that ends a colour.
-const RESET: &str = "\x1b[0m";
-
-/// The escape sequences that [`paint`] writes.
-const PAINT_SEQUENCES: [&str; 4] = [Colour::Red.sequence(), Colour::Yellow.sequence(), Colour::Bold.sequence(), RESET];
-
-impl Colour {
-    /// Returns the escape sequence that begins the colour.
-    const fn sequence(self) -> &'static str {
-        match self {
-            Colour::Red => "\x1b[31m",
-            Colour::Yellow => "\x1b[33m",
-            Colour::Bold => "\x1b[1m",
-        }
-    }
-}
-
 /// Returns a text with the escape sequences of a colour, if `style` has colours.
-fn paint(style: ColorMode, colour: Colour, text: &str) -> String {
+fn paint(style: ColorMode, colour: Option<Colour>, text: &str) -> String {
+    let begin = match colour {
+        Some(Colour::Red) => "\x1b[31m",
+        Some(Colour::Yellow) => "\x1b[33m",
+        Some(Colour::Bold) => "\x1b[1m",
+        None => return text.to_owned(),
+    };
     match style {
         ColorMode::Plain => text.to_owned(),
-        ColorMode::Coloured => format!("{}{text}{RESET}", colour.sequence()),
+        ColorMode::Coloured => format!("{begin}{text}\x1b[0m"),
     }
 }
 
@@ -301,9 +270,8 @@ pub(crate) fn print_failure(failure: &Failure, streams: &mut Streams<'_>) -> Exi
             Exit::Failed
         }
         Failure::Failed { subject, error, format: Format::Text } => {
-            let escaped = |text: &str| escape_control(text, ColorMode::Plain);
-            streams.notes.note(format_args!("cnitool: {subject}: {}", escaped(&error.to_string())));
-            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", escaped(line))));
+            streams.notes.note(format_args!("cnitool: {subject}: {}", escape_control(&error.to_string())));
+            error.details().lines().for_each(|line| streams.notes.note(format_args!("    {}", escape_control(line))));
             streams.notes.note(format_args!("    CNI error code {}: {}", error.code(), meaning(error.code())));
             // The texts of EPERM and EACCES.
             let is_denied = ["(os error 1)", "(os error 13)"].iter().any(|text| error.to_string().contains(text));
@@ -373,9 +341,10 @@ mod tests {
     #[test]
     fn what_would_reach_the_terminal_is_shown_instead() {
         let text = "\x1b]0;t\x07\r\u{9b}2J\u{202e}é\n";
-        assert_eq!(escape_control(text, ColorMode::Coloured), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
-        let painted = paint(ColorMode::Coloured, Colour::Red, "eth0 \x1b[2J");
-        assert_eq!(escape_control(&painted, ColorMode::Coloured), "\x1b[31meth0 \\u{1b}[2J\x1b[0m");
-        assert_eq!(escape_control("\x1b[31m", ColorMode::Plain), "\\u{1b}[31m");
+        assert_eq!(escape_control(text), "\\u{1b}]0;t\\u{7}\\r\\u{9b}2J\\u{202e}é\n");
+        let mut report = Report { text: String::new(), style: ColorMode::Coloured };
+        report.painted(Colour::Red, "eth0 \x1b[31m");
+        report.parts(&[(Some(Colour::Bold), "a"), (None, "\x1b[0m")]);
+        assert_eq!(report.text, "\x1b[31meth0 \\u{1b}[31m\x1b[0m\n\x1b[1ma\x1b[0m \\u{1b}[0m\n");
     }
 }

@@ -299,7 +299,8 @@ fn why_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<(Outcome, String)
         return Ok(None);
     }
     // Results below version 0.3.0 have no interfaces.
-    if has_host_end(entry) && !result.interfaces.is_empty() {
+    let has_host_end = ["bridge", "ptp"].into_iter().any(|kind| !plugins_of_type(&entry.config, kind).is_empty());
+    if has_host_end && !result.interfaces.is_empty() {
         return skipped("the host has no interface of it any more".to_owned());
     }
     if let NetnsPresence::OtherFile(why) | NetnsPresence::Unknown(why) = presence {
@@ -315,11 +316,6 @@ fn why_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<(Outcome, String)
         return Ok(None);
     }
     unproven(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}"))
-}
-
-/// Whether a plugin of the attachment's list gives it an end on the host.
-fn has_host_end(entry: &Entry) -> bool {
-    ["bridge", "ptp"].into_iter().any(|kind| !plugins_of_type(&entry.config, kind).is_empty())
 }
 
 /// Returns the CNI variables of the attachment's ADD, but with the verb CHECK: the plugins compare

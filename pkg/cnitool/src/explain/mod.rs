@@ -65,7 +65,7 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
     };
     let recorded = Context { shared: context.shared, call: &recorded_call, notes: context.notes };
     let outcome = network::run(&command, &recorded, &mut buffered_streams);
-    let calls = recorder.into_runs();
+    let calls = recorder.runs.into_inner();
     let mut report = Report::new(streams);
     calls.iter().for_each(|call| call.add_to(&mut report));
     let to_failure = |error| failed(subject, error, format);

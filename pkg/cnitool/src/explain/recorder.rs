@@ -91,18 +91,14 @@ pub(super) struct PluginError {
 pub(super) struct Recorder<'a> {
     machine: &'a dyn Machine,
     log: &'a Log,
-    runs: RefCell<Vec<PluginRun>>,
+    /// The recorded runs, in the order in which they ended.
+    pub(super) runs: RefCell<Vec<PluginRun>>,
 }
 
 impl<'a> Recorder<'a> {
     /// Returns a recorder that runs the plugins on `machine`. The plugins write to `log`.
     pub(super) fn new(machine: &'a dyn Machine, log: &'a Log) -> Recorder<'a> {
         Recorder { machine, log, runs: RefCell::default() }
-    }
-
-    /// Returns the recorded runs, in the order in which they ended.
-    pub(super) fn into_runs(self) -> Vec<PluginRun> {
-        self.runs.into_inner()
     }
 }
 

@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::call::Call;
 use crate::node::objects::{HOST_PORT, RESERVATION};
 use crate::node::snapshot::Snapshot;
-use crate::node::{decode_result, is_true, plugins_in, plugins_of_type};
+use crate::node::{is_true, plugins_in, plugins_of_type};
 use crate::report::{Fact, Fields};
 use crate::rules::missing_rules;
 use crate::target::NetnsPresence;
@@ -41,7 +41,8 @@ impl AttachmentReport {
     /// Collects the facts about the attachment of a cache entry.
     pub(crate) fn new(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>) -> AttachmentReport {
         let mut report = AttachmentReport { id: entry.id(), netns: entry.attachment.netns.clone(), facts: Vec::new() };
-        let result = decode_result(entry).unwrap_or_else(|why| {
+        let absent = || Err("the result cache has no result of this attachment".to_owned());
+        let result = entry.decoded_result().transpose().unwrap_or_else(absent).unwrap_or_else(|why| {
             report.facts.push(Fact::differs("result", [], why));
             AddResult::default()
         });

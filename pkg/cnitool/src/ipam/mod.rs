@@ -21,8 +21,10 @@ use crate::node::ipam::IpamContext;
 pub(crate) struct Ipam {
     #[command(subcommand)]
     verb: Verb,
-    #[command(flatten)]
-    location: StoreLocation,
+    /// The folder of reservations [the networks' dataDir, else /var/lib/cni/networks]
+    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    #[arg(help_heading = "Options of every ipam verb")]
+    data_dir: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -68,18 +70,9 @@ enum Verb {
     Dhcp(show::Dhcp),
 }
 
-/// The location of the reservations.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Options of every ipam verb")]
-struct StoreLocation {
-    /// The folder of reservations [the networks' dataDir, else /var/lib/cni/networks]
-    #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-    data_dir: Option<PathBuf>,
-}
-
 /// Runs `cnitool ipam`.
 pub(crate) fn run(args: &Ipam, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let ipam = IpamContext { context, data_dir: args.location.data_dir.as_deref(), cached: None };
+    let ipam = IpamContext { context, data_dir: args.data_dir.as_deref(), cached: None };
     let (verb, outcome) = match &args.verb {
         Verb::List(watch) => ("ipam list", watch.run(context.call, streams, |streams| ipam.list(streams))),
         Verb::Show(args) => ("ipam show", ipam.show(args, streams)),

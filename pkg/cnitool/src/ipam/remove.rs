@@ -9,12 +9,12 @@ use std::net::IpAddr;
 use clap::{ArgGroup, Args};
 use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use super::age_in_seconds;
 use crate::call::{Format, Streams};
-use crate::node::attachments::Liveness;
+use crate::node::attachments::{Attachments, Liveness};
 use crate::node::ipam::IpamContext;
 use crate::report::{Colour, REFUSED, Report};
 
@@ -76,11 +76,10 @@ impl IpamContext<'_> {
         let Some(mut locked) = self.lock(&pool)? else { return write(&[], &[]) };
         let Listed { reservations, unread, .. } = locked.list()?;
         let read_outcome = Error::join(unread.into_iter().map(|(_, error)| error));
-        let mut to_remove: Vec<Reservation> = Vec::new();
-        for (reservation, liveness) in self.check_all(&pool.network, reservations)? {
-            let (is_removed, why) = decide(args, &reservation, liveness);
-            if is_removed { &mut removed } else { &mut kept }.push(Decision::new(&reservation, &why));
-            to_remove.extend(is_removed.then_some(reservation));
+        let attachments = Attachments::read(self.context, Some(&pool.network))?;
+        for (reservation, liveness) in attachments.check_reservations(&pool.network, reservations) {
+            let (is_removed, reason) = decide(args, &reservation, liveness);
+            if is_removed { &mut removed } else { &mut kept }.push(Decision { reservation, reason });
         }
         // The text is printed before anything is removed, so that it is complete even if the
         // removal fails. The JSON document reports what was removed.
@@ -88,7 +87,8 @@ impl IpamContext<'_> {
             write(&removed, &kept)?;
         }
         if !args.dry_run {
-            let released = locked.release_chosen(&to_remove)?;
+            let chosen: Vec<Reservation> = removed.iter().map(|decision| decision.reservation.clone()).collect();
+            let released = locked.release_chosen(&chosen)?;
             for address in keep_unremoved(&mut removed, &mut kept, &released) {
                 self.context
                     .notes
@@ -132,7 +132,8 @@ impl IpamContext<'_> {
             read_outcome?;
             return Err(not_found_error());
         }
-        for (reservation, liveness) in self.check_all(&pool.network, selected.clone())? {
+        let attachments = Attachments::read(self.context, Some(&pool.network))?;
+        for (reservation, liveness) in attachments.check_reservations(&pool.network, selected.clone()) {
             if let Liveness::InUse(why) = liveness
                 && !args.force
             {
@@ -144,10 +145,9 @@ impl IpamContext<'_> {
         }
         // A reservation that has changed in the meantime is not released.
         let released_addresses = locked.release_chosen(&selected)?;
-        let mut released = selected;
-        released.retain(|reservation| released_addresses.contains(&reservation.address));
-        let released: Vec<Decision> =
-            released.iter().map(|reservation| Decision::new(reservation, "selected")).collect();
+        selected.retain(|reservation| released_addresses.contains(&reservation.address));
+        let decide = |reservation| Decision { reservation, reason: "selected".to_owned() };
+        let released: Vec<Decision> = selected.into_iter().map(decide).collect();
         self.write_removal(&args.network, true, [&released, &[]], streams)?;
         read_outcome
     }
@@ -166,8 +166,8 @@ impl IpamContext<'_> {
     ) -> Result<(), Error> {
         let mut report = Report::new(streams);
         for (verb, colour, decisions) in [("keep", None, kept), ("remove", Some(Colour::Red), removed)] {
-            for Decision { address, container_id, ifname, reason } in decisions {
-                let owner = format!("{container_id} {}", ifname.as_deref().unwrap_or_default());
+            for Decision { reservation: Reservation { address, id, ifname, .. }, reason } in decisions {
+                let owner = format!("{id} {}", ifname.as_deref().unwrap_or_default());
                 let owner = owner.trim().escape_debug();
                 report.painted(colour, &format!("{verb:<6}  {address}  {owner}  ({reason})"));
             }
@@ -185,10 +185,11 @@ impl IpamContext<'_> {
 /// Moves the decisions about addresses that are not in `released` from `removed` to `kept`, because
 /// these reservations have changed in the meantime. Returns their addresses.
 fn keep_unremoved(removed: &mut Vec<Decision>, kept: &mut Vec<Decision>, released: &[IpAddr]) -> Vec<IpAddr> {
-    let changed: Vec<Decision> = removed.extract_if(.., |decision| !released.contains(&decision.address)).collect();
     let reason = "it has changed in the meantime";
-    kept.extend(changed.iter().map(|decision| Decision { reason: reason.to_owned(), ..decision.clone() }));
-    changed.iter().map(|decision| decision.address).collect()
+    let changed = removed.extract_if(.., |decision| !released.contains(&decision.reservation.address));
+    let first = kept.len();
+    kept.extend(changed.map(|decision| Decision { reason: reason.to_owned(), ..decision }));
+    kept.iter().skip(first).map(|decision| decision.reservation.address).collect()
 }
 
 /// Decides whether a reservation is removed, and why.
@@ -221,19 +222,15 @@ fn is_selected(args: &Release, reservation: &Reservation) -> bool {
 }
 
 /// A reservation, and why it is removed or kept.
-#[derive(Clone, Serialize)]
 struct Decision {
-    address: IpAddr,
-    #[serde(rename = "containerID")]
-    container_id: String,
-    ifname: Option<String>,
+    reservation: Reservation,
     reason: String,
 }
 
-impl Decision {
-    /// Returns the decision about a reservation.
-    fn new(Reservation { address, id, ifname, .. }: &Reservation, reason: &str) -> Decision {
-        Decision { address: *address, container_id: id.clone(), ifname: ifname.clone(), reason: reason.to_owned() }
+impl Serialize for Decision {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Reservation { address, id, ifname, .. } = &self.reservation;
+        json!({"address": address, "containerID": id, "ifname": ifname, "reason": self.reason}).serialize(serializer)
     }
 }
 
@@ -268,11 +265,12 @@ mod tests {
     fn what_was_to_go_and_was_not_removed_is_reported_as_kept() {
         let one = |address: &str| {
             let (address, ifname) = (address.parse().unwrap(), Some("eth0".to_owned()));
-            Decision { address, container_id: "c".to_owned(), ifname, reason: "because".to_owned() }
+            let reservation = Reservation { address, id: "c".to_owned(), ifname, since: None };
+            Decision { reservation, reason: "because".to_owned() }
         };
         let (mut removed, mut kept) = (vec![one("10.0.0.2"), one("10.0.0.3")], vec![one("10.0.0.4")]);
-        let released = [removed[0].address];
-        assert_eq!(keep_unremoved(&mut removed, &mut kept, &released), [one("10.0.0.3").address]);
+        let released = [removed[0].reservation.address];
+        assert_eq!(keep_unremoved(&mut removed, &mut kept, &released), [one("10.0.0.3").reservation.address]);
         let reasons = |list: &[Decision]| list.iter().map(|one| one.reason.clone()).collect::<Vec<_>>();
         assert_eq!(reasons(&removed), ["because"]);
         assert_eq!(reasons(&kept), ["because", "it has changed in the meantime"]);

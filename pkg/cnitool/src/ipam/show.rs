@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::age_in_seconds;
 use crate::call::Streams;
-use crate::node::attachments::Liveness;
+use crate::node::attachments::{Attachments, Liveness};
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, sockets, used_percent};
 use crate::report::{Colour, Report};
 
@@ -105,7 +105,8 @@ impl IpamContext<'_> {
             let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
             pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges))
         };
-        let checked = self.check_all(&pool.network, reservations)?;
+        let attachments = Attachments::read(self.context, Some(&pool.network))?;
+        let checked = attachments.check_reservations(&pool.network, reservations);
         let row = |(reservation, liveness): (Reservation, Liveness)| {
             json!({
                 "address": reservation.address, "containerID": reservation.id, "ifname": reservation.ifname,

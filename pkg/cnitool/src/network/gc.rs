@@ -49,8 +49,6 @@ pub(super) struct Decision {
     pub(super) state: &'static str,
     /// The reason for people.
     pub(super) reason: String,
-    #[serde(skip)]
-    pub(super) is_kept: bool,
 }
 
 impl VerbRun<'_> {
@@ -134,11 +132,6 @@ impl VerbRun<'_> {
         let plan = self.plan_network(list.name(), &network, &evidence);
         Ok(Plan { plugins_gc_skipped: None, unreadable: evidence.unreadable, ..plan })
     }
-
-    /// Whether `--keep` names an attachment.
-    pub(super) fn is_named(&self, id: &AttachmentId) -> bool {
-        self.command.gc.keep.iter().any(|(container, ifname)| *container == id.container_id && *ifname == id.ifname)
-    }
 }
 
 impl Plan {
@@ -150,9 +143,10 @@ impl Plan {
     /// Adds the decisions for people.
     fn add_to(&self, report: &mut Report) {
         report.line(format_args!("{}:", self.network));
-        for Decision { container_id, ifname, reason, is_kept, .. } in self.kept.iter().chain(&self.removed) {
-            let verb = if *is_kept { "keep" } else { "remove" };
-            report.line(format_args!("{verb:<6}  {container_id}/{ifname}  ({reason})"));
+        for (verb, decisions) in [("keep", &self.kept), ("remove", &self.removed)] {
+            for Decision { container_id, ifname, reason, .. } in decisions {
+                report.line(format_args!("{verb:<6}  {container_id}/{ifname}  ({reason})"));
+            }
         }
         self.unreadable.iter().for_each(|problem| report.line(format_args!("unknown {problem}")));
         report.line(match &self.plugins_gc_skipped {

@@ -197,7 +197,7 @@ pub(super) struct GcOptions {
 #[derive(Debug, Args)]
 pub(crate) struct Named {
     /// The network's name [all configured networks]
-    network: Option<String>,
+    pub(crate) network: Option<String>,
     /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
@@ -236,7 +236,7 @@ impl Command {
             Verb::Del(Detach { network, netns, interface, keep_going }) => {
                 Command { netns, interface, keep_going, ..Command::of_network(skel::Verb::Del, Some(network)) }
             }
-            Verb::Status(args) => return Ok(Command::named(skel::Verb::Status, args)),
+            Verb::Status(args) => return Ok(Command::of_network(skel::Verb::Status, args.network)),
             Verb::Gc(Collect { network, netns: _, options }) => {
                 if network.is_none() {
                     context.add_multus();
@@ -258,13 +258,8 @@ impl Command {
         Err(Failure::Usage { verb: command.verb_name(), msg: msg.to_owned() })
     }
 
-    /// Returns the command of `verb`, which is `Status` or `Version`.
-    pub(crate) fn named(verb: skel::Verb, args: Named) -> Command {
-        Command::of_network(verb, args.network)
-    }
-
     /// Returns a command with default options.
-    fn of_network(verb: skel::Verb, network: Option<String>) -> Command {
+    pub(crate) fn of_network(verb: skel::Verb, network: Option<String>) -> Command {
         let (network, interface, gc) = (network.unwrap_or_default(), Interface::default(), GcOptions::default());
         Command { verb, network, netns: None, interface, keep_going: false, gc }
     }
@@ -292,8 +287,8 @@ impl Command {
     }
 }
 
-/// Parses a value of `--keep`: a container ID and an interface name.
-fn parse_attachment(text: &str) -> Result<(String, String), &'static str> {
+/// Parses a value of `--keep` or a line of a list: a container ID and an interface name.
+pub(super) fn parse_attachment(text: &str) -> Result<(String, String), &'static str> {
     match text.split_once('/') {
         Some((id, ifname)) if !id.is_empty() && !ifname.is_empty() => Ok((id.to_owned(), ifname.to_owned())),
         _ => Err("CONTAINER-ID/IFNAME is expected"),

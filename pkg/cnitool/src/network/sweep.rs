@@ -170,15 +170,15 @@ impl VerbRun<'_> {
 
     /// Decides about the attachments of one network.
     pub(super) fn plan_network(&self, name: &str, network: &Network<'_>, evidence: &Evidence) -> Plan {
-        let decide = |((container, ifname), traces): (&(String, String), &Traces<'_>)| {
+        let (mut kept, mut removed) = (Vec::new(), Vec::new());
+        for ((container, ifname), traces) in &network.attachments {
             let id = AttachmentId::new(name, container, ifname);
             let (is_kept, state, reason) = self.decide(&id, traces, evidence);
             let netns = traces.entries.first().map(|entry| entry.attachment.netns.clone()).unwrap_or_default();
-            Decision { container_id: id.container_id, ifname: id.ifname, netns, state, reason, is_kept }
-        };
+            let decision = Decision { container_id: id.container_id, ifname: id.ifname, netns, state, reason };
+            if is_kept { &mut kept } else { &mut removed }.push(decision);
+        }
         let disables_gc = network.lists.iter().any(NetworkList::disable_gc);
-        let (kept, removed): (Vec<Decision>, _) =
-            network.attachments.iter().map(decide).partition(|decision| decision.is_kept);
         // The files of another network can have this prefix too.
         let prefix = format!("/{name}-");
         let unreadable: Vec<String> =
@@ -197,7 +197,8 @@ impl VerbRun<'_> {
 
     /// Decides whether an attachment is kept, with the word and the text of the reason.
     fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (bool, &'static str, String) {
-        if self.is_named(id) {
+        let is_id = |(container, ifname): &(String, String)| *container == id.container_id && *ifname == id.ifname;
+        if self.command.gc.keep.iter().any(is_id) {
             let absence = if traces.entries.is_empty() { "; not in the result cache" } else { "" };
             return (true, "named", format!("named with --keep{absence}"));
         }

@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use cni::json::Json;
 use cni::{Code, Error};
 
+use super::options::parse_attachment;
 use crate::call::Call;
 
 /// The largest list that is read, in bytes. `crictl` prints about 1 KiB for each pod.
@@ -110,10 +111,8 @@ impl ValidList {
             return Err(undecodable("it is empty; the command that writes it may have failed".to_owned()));
         }
         for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            match line.trim().split_once('/') {
-                Some((id, ifname)) if !id.is_empty() && !ifname.is_empty() && !ifname.contains('/') => {
-                    self.attachments.insert((id.to_owned(), ifname.to_owned()));
-                }
+            match parse_attachment(line.trim()) {
+                Ok((id, ifname)) if !ifname.contains('/') => drop(self.attachments.insert((id, ifname))),
                 _ => return Err(undecodable(format!("line {} is not CONTAINER-ID/IFNAME: {line:?}", index + 1))),
             }
         }

@@ -5,7 +5,6 @@
 //!
 //! Every verb that reports or removes leftovers decides with [`Liveness`].
 
-use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 
 use cni::machine::Machine;
@@ -71,8 +70,8 @@ pub(crate) struct Attachments {
     ids: Vec<AttachmentId>,
     liveness: Vec<Liveness>,
     by_alias: HashMap<String, usize>,
-    /// The results in these entries, once they are needed.
-    results: OnceCell<Vec<Option<AddResult>>>,
+    /// The results in these entries that can be decoded.
+    results: Vec<Option<AddResult>>,
     /// A line for each file of a result cache without a usable entry.
     pub(crate) unreadable: Vec<String>,
     /// The links in the namespace of this process, which is the host's.
@@ -105,7 +104,7 @@ impl Attachments {
         let alias = |position: usize| Some((ids.get(position)?.alias(), position));
         let by_alias = positions.into_iter().filter_map(alias).collect();
         let (unreadable, aliased_links, attached_links) = (problems, Vec::new(), Vec::new());
-        let results = OnceCell::new();
+        let results = cached.iter().map(result_of).collect();
         let mut found =
             Attachments { cached, ids, liveness, by_alias, results, unreadable, links, aliased_links, attached_links };
         let aliased = |link: &Link| Some((found.attachment_in_alias(link)?, link.clone()));
@@ -136,19 +135,11 @@ impl Attachments {
     /// Returns whether one reservation is in use.
     fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation) -> Liveness {
         let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
+        let position = |ifname: &String| self.position(&AttachmentId::new(network, id, ifname));
+        let of_container = self.ids.iter().zip(&self.liveness).filter(|(id, _)| owner.matches(id));
         let known: Vec<&Liveness> = match ifname {
-            Some(ifname) => self
-                .position(&AttachmentId::new(network, id, ifname))
-                .and_then(|at| self.liveness.get(at))
-                .into_iter()
-                .collect(),
-            None => self
-                .liveness
-                .iter()
-                .zip(&self.ids)
-                .filter(|(_, id)| owner.matches(id))
-                .map(|(known, _)| known)
-                .collect(),
+            Some(ifname) => position(ifname).and_then(|at| self.liveness.get(at)).into_iter().collect(),
+            None => of_container.map(|(_, known)| known).collect(),
         };
         let is_in_use = |liveness: &&&Liveness| matches!(liveness, Liveness::InUse(_));
         let outcome = match known.iter().find(is_in_use).or(known.last()) {
@@ -210,18 +201,17 @@ impl Attachments {
     /// Returns the links of the cached attachments that have no aliased link.
     fn find_unaliased_links(&self) -> Vec<(AttachmentId, Link)> {
         let aliased: HashSet<&AttachmentId> = self.aliased_links.iter().map(|(attachment, _)| attachment).collect();
-        let unaliased = self.cached.iter().zip(&self.ids).filter(|(_, attachment)| !aliased.contains(attachment));
-        let with_link = unaliased.filter_map(|(entry, attachment)| {
-            let result = result_of(entry)?;
-            Some((attachment.clone(), self.links.iter().find(|link| is_veth_of_result(link, &result))?.clone()))
+        let unaliased = self.results.iter().zip(&self.ids).filter(|(_, attachment)| !aliased.contains(attachment));
+        let with_link = unaliased.filter_map(|(result, attachment)| {
+            let result = result.as_ref()?;
+            Some((attachment.clone(), self.links.iter().find(|link| is_veth_of_result(link, result))?.clone()))
         });
         with_link.collect()
     }
 
     /// Returns the cached attachments, each with its result if that can be decoded.
     pub(crate) fn with_results(&self) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
-        let results = self.results.get_or_init(|| self.cached.iter().map(result_of).collect());
-        self.cached.iter().zip(results.iter().map(Option::as_ref))
+        self.cached.iter().zip(self.results.iter().map(Option::as_ref))
     }
 
     /// Returns the cached attachments of the containers that have a link on the host for which

@@ -4,19 +4,17 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cni::config::NetConf;
-use cni::delegate::keeps_reservations;
 use cni::rollback::Notes;
 use cni::{Error, ident};
 use cni_ipam::store::{self, DEFAULT_DATA_DIR, Usage};
-use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Reservation, Store};
-use libcni::NetworkList;
+use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Store};
 use libcni::cache::Entry;
+use libcni::{Members, NetworkList};
 use plugin_dhcp::leases;
 use plugin_host_local::Pool;
 
-use super::attachments::{Attachments, Liveness, read_caches};
-use super::plugin_confs;
+use super::attachments::read_caches;
+use super::{plugin_confs, reserving_confs};
 use crate::call::Context;
 use crate::report::did_you_mean;
 
@@ -56,6 +54,23 @@ impl NetworkPool {
     fn new(network: String, data_dir: PathBuf, why: String) -> NetworkPool {
         let (lock_timeout, cooldown) = (cni_ipam::lock::DEFAULT_LIMIT, Duration::ZERO);
         NetworkPool { network, data_dir, lock_timeout, cooldown, ranges: Err(why), is_configured: false }
+    }
+
+    /// Returns the pool of the first plugin in `list` that keeps reservations, or `None` if none
+    /// does. The runtime may set the ranges with `capability_args`.
+    pub(crate) fn of(list: &NetworkList, capability_args: Option<&Members>) -> Option<NetworkPool> {
+        let (.., conf) = reserving_confs(list, capability_args).next()?;
+        let network = list.name().to_owned();
+        Some(match Pool::read(&conf, &Notes::silent()) {
+            Ok(Pool { data_dir, lock_timeout, cooldown, ranges }) => {
+                let ranges = ranges.ok_or_else(|| "the runtime sets its ranges".to_owned());
+                NetworkPool { network, data_dir, lock_timeout, cooldown, ranges, is_configured: true }
+            }
+            Err(error) => NetworkPool {
+                is_configured: true,
+                ..NetworkPool::new(network, DEFAULT_DATA_DIR.into(), error.to_string())
+            },
+        })
     }
 
     /// Opens the store.
@@ -139,27 +154,9 @@ impl IpamContext<'_> {
         let cached = self.cached.map_or_else(|| Cow::Owned(read()), Cow::Borrowed);
         let cached = cached.iter().rfind(|entry| entry.network == list.name());
         let capability_args = cached.map(|entry| &entry.attachment.capability_args);
-        for plugin in list.plugins() {
-            // `cnitool validate` reports an invalid configuration.
-            let Ok(conf) = list.request(plugin, capability_args).and_then(NetConf::parse) else { continue };
-            if !keeps_reservations(plugin.kind()) && !keeps_reservations(conf.ipam_type()) {
-                continue;
-            }
-            let network = list.name().to_owned();
-            let mut found = match Pool::read(&conf, &Notes::silent()) {
-                Ok(Pool { data_dir, lock_timeout, cooldown, ranges }) => {
-                    let ranges = ranges.ok_or_else(|| "the runtime sets its ranges".to_owned());
-                    NetworkPool { network, data_dir, lock_timeout, cooldown, ranges, is_configured: true }
-                }
-                Err(error) => NetworkPool {
-                    is_configured: true,
-                    ..NetworkPool::new(network, DEFAULT_DATA_DIR.into(), error.to_string())
-                },
-            };
-            found.data_dir = self.data_dir.map_or(found.data_dir, Path::to_owned);
-            return Some(found);
-        }
-        None
+        let mut pool = NetworkPool::of(list, capability_args)?;
+        pool.data_dir = self.data_dir.map_or(pool.data_dir, Path::to_owned);
+        Some(pool)
     }
 
     /// Locks the store of a pool. Returns `None` if its folder does not exist.
@@ -182,25 +179,11 @@ impl IpamContext<'_> {
         listed.unread.iter().for_each(|(_, error)| self.context.notes.note(error));
         Ok(listed)
     }
-
-    /// Finds out whether each reservation is in use.
-    ///
-    /// # Errors
-    /// Code 5 if the result cache cannot be read; the kernel's error if the host's links cannot be
-    /// listed.
-    pub(crate) fn check_all(
-        &self,
-        network: &str,
-        reservations: Vec<Reservation>,
-    ) -> Result<Vec<(Reservation, Liveness)>, Error> {
-        let attachments = Attachments::read(self.context, Some(network))?;
-        Ok(attachments.check_reservations(network, reservations))
-    }
 }
 
 /// Returns the daemon's default socket and the sockets in the networks' configurations.
 pub(crate) fn sockets(networks: &[NetworkList]) -> Vec<PathBuf> {
-    let configured = networks.iter().flat_map(plugin_confs);
+    let configured = networks.iter().flat_map(|list| plugin_confs(list, None));
     let configured = configured.filter_map(|(_, _, conf)| leases::socket(&conf).ok().flatten());
     let mut sockets: Vec<PathBuf> = std::iter::once(leases::default_socket()).chain(configured).collect();
     sockets.sort();

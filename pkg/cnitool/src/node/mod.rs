@@ -8,12 +8,12 @@ pub(crate) mod objects;
 pub(crate) mod snapshot;
 
 use cni::config::NetConf;
+use cni::delegate::keeps_reservations;
 use cni::json::Json;
 use cni::result::AddResult;
-use cni::version::Version;
 use cni::{AttachmentId, Error};
 use libcni::cache::Entry;
-use libcni::{ConfFile, NetworkList};
+use libcni::{ConfFile, Members, NetworkList};
 
 use crate::call::Context;
 
@@ -41,17 +41,29 @@ pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
     files
 }
 
-/// Returns the position, the type and the configuration of each plugin of a network. Skips invalid
-/// configurations, which `cnitool validate` reports.
-pub(crate) fn plugin_confs(list: &NetworkList) -> impl Iterator<Item = (usize, &str, NetConf)> {
-    list.plugins().iter().enumerate().filter_map(|(index, plugin)| {
-        Some((index, plugin.kind(), list.request(plugin, None).and_then(NetConf::parse).ok()?))
+/// Returns the position, the type and the configuration of each plugin of a network, which contains
+/// the capability arguments. Skips invalid configurations, which `cnitool validate` reports.
+pub(crate) fn plugin_confs<'a>(
+    list: &'a NetworkList,
+    capability_args: Option<&'a Members>,
+) -> impl Iterator<Item = (usize, &'a str, NetConf)> {
+    list.plugins().iter().enumerate().filter_map(move |(index, plugin)| {
+        Some((index, plugin.kind(), list.request(plugin, capability_args).and_then(NetConf::parse).ok()?))
     })
+}
+
+/// As [`plugin_confs`], but only of plugins with an IPAM plugin that keeps reservations.
+pub(crate) fn reserving_confs<'a>(
+    list: &'a NetworkList,
+    capability_args: Option<&'a Members>,
+) -> impl Iterator<Item = (usize, &'a str, NetConf)> {
+    plugin_confs(list, capability_args)
+        .filter(|(_, kind, conf)| keeps_reservations(kind) || keeps_reservations(conf.ipam_type()))
 }
 
 /// Returns the position and the configuration of each plugin of the type `kind`.
 pub(crate) fn confs_of_type(list: &NetworkList, kind: &str) -> impl Iterator<Item = (usize, NetConf)> {
-    let of_type = plugin_confs(list).filter(move |(_, found, _)| *found == kind);
+    let of_type = plugin_confs(list, None).filter(move |(_, found, _)| *found == kind);
     of_type.map(|(index, _, conf)| (index, conf))
 }
 
@@ -90,19 +102,9 @@ pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
     }
 }
 
-/// Decodes the result in a cache entry.
-///
-/// # Errors
-/// The result is missing or cannot be decoded.
-pub(crate) fn decode_result(entry: &Entry) -> Result<AddResult, String> {
-    let Some(raw) = &entry.result else { return Err("the result cache has no result of this attachment".to_owned()) };
-    let json = Json::parse(raw.get().as_bytes()).map_err(|error| error.to_string())?;
-    AddResult::decode(&json, Version::NEWEST).map_err(|error| error.to_string())
-}
-
 /// Returns the result in a cache entry, or `None` if there is none or it cannot be decoded.
 pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
-    decode_result(entry).ok()
+    entry.decoded_result().ok().flatten()
 }
 
 /// Returns the network, container ID and interface for people.

@@ -1,7 +1,7 @@
 //! Checks a document against this host: its plugins are installed, the kernel supports what they
 //! need, and no other configured network uses the same addresses or host ports.
 
-use cni::delegate::{check_plugin_name, find_plugin, keeps_reservations};
+use cni::delegate::{check_plugin_name, find_plugin};
 use cni::rollback::Notes;
 use cni_cluster::pool;
 use cni_firewall::portmap::Mapping;
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::chain::have_common_address;
 use super::{Problem, document, has_error};
 use crate::call::Context;
-use crate::node::{confs_of_type, plugin_confs};
+use crate::node::{confs_of_type, reserving_confs};
 
 /// The first version that has STATUS.
 const STATUS_VERSION: &str = "1.1.0";
@@ -94,10 +94,8 @@ fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
 /// of its pool.
 fn ranges(list: &NetworkList) -> Vec<(usize, Range, Option<String>)> {
     let mut all = Vec::new();
-    for (index, kind, conf) in plugin_confs(list) {
-        if (keeps_reservations(kind) || keeps_reservations(conf.ipam_type()))
-            && let Ok(Pool { ranges: Some(sets), .. }) = Pool::read(&conf, &Notes::silent())
-        {
+    for (index, kind, conf) in reserving_confs(list, None) {
+        if let Ok(Pool { ranges: Some(sets), .. }) = Pool::read(&conf, &Notes::silent()) {
             let is_clustered = [kind, conf.ipam_type()].contains(&"cluster-local");
             let layer2 = Keys::read(&conf).ok().filter(|_| is_clustered).map(|keys| keys.layer2);
             let name = |range: &Range| layer2.as_ref().map(|layer2| pool::name(layer2, range.subnet()));

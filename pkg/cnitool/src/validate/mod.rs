@@ -200,15 +200,15 @@ impl CheckedFile {
     /// Adds a line for each problem, in the form that compilers use and editors understand.
     fn add_problems(&self, report: &mut Report) {
         for Problem { severity, path, line, column, what } in &self.problems {
-            let position = report.part(Colour::Bold, &format!("{}:{line}:{column}:", self.file));
             let severity = match severity {
-                Severity::Error => report.part(Colour::Red, "error:"),
-                Severity::Warning => report.part(Colour::Yellow, "warning:"),
+                Severity::Error => (Some(Colour::Red), "error:"),
+                Severity::Warning => (Some(Colour::Yellow), "warning:"),
             };
             // A path with `@` is a position, with which the line already begins.
             let has_key = !path.is_empty() && !path.starts_with('@');
-            let path = if has_key { format!("{path}: ") } else { String::new() };
-            report.line(format_args!("{position} {severity} {path}{what}"));
+            let text = if has_key { format!("{path}: {what}") } else { what.clone() };
+            let position = format!("{}:{line}:{column}:", self.file);
+            report.parts(&[(Some(Colour::Bold), &position), severity, (None, &text)]);
         }
     }
 }
