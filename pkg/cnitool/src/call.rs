@@ -244,6 +244,12 @@ pub(crate) fn own_uid() -> u32 {
     std::fs::metadata("/proc/self").map(|metadata| metadata.uid()).unwrap_or_default()
 }
 
+/// Returns the time since the node was started, or `None` if it is not known.
+pub(crate) fn uptime() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/uptime").ok()?;
+    Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()
+}
+
 impl Call<'_> {
     /// Waits for this time. Returns early, and then returns true, if a signal to end arrives.
     pub(crate) fn wait(&self, time: Duration) -> bool {

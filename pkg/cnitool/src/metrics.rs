@@ -16,7 +16,7 @@ use cni_ipam::store::Usage;
 use cni_linux::{file, flock};
 use libcni::NetworkList;
 
-use crate::call::{Context, Exit, Streams};
+use crate::call::{Context, Exit, Streams, uptime};
 use crate::doctor::{self, CheckOutcome, Extent};
 use crate::node::attachments::Liveness;
 use crate::node::ipam::IpamContext;
@@ -209,9 +209,9 @@ fn age_of_process(pid: &str) -> Option<Duration> {
     const START: usize = 19;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let started: f64 = stat.rsplit_once(')')?.1.split_whitespace().nth(START)?.parse().ok()?;
-    let uptime: f64 = fs::read_to_string("/proc/uptime").ok()?.split_whitespace().next()?.parse().ok()?;
+    let age = uptime()?.as_secs_f64() - started / TICKS_PER_SECOND;
     // 0 stands for no process, also if it started within this tick.
-    Duration::try_from_secs_f64((uptime - started / TICKS_PER_SECOND).max(1.0 / TICKS_PER_SECOND)).ok()
+    Duration::try_from_secs_f64(age.max(1.0 / TICKS_PER_SECOND)).ok()
 }
 
 /// Checks that a path can be replaced by the metrics: that there is a regular file or nothing.

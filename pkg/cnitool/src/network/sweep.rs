@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use cni::{AttachmentId, Code, Error};
@@ -19,8 +20,10 @@ use libcni::{Attachment, NetworkList, Runtime};
 use super::VerbRun;
 use super::gc::{Decision, Plan};
 use super::valid_list::ValidList;
-use crate::call::Streams;
+use crate::call::{Streams, uptime};
 use crate::node::attachments::Liveness;
+use crate::node::ipam::NetworkPool;
+use crate::node::result_of;
 use crate::node::snapshot::Snapshot;
 use crate::report::{REFUSED, did_you_mean};
 
@@ -62,6 +65,22 @@ impl<'a> Network<'a> {
     /// Returns what exists of an attachment, at first nothing.
     pub(super) fn traces_of(&mut self, id: &AttachmentId) -> &mut Traces<'a> {
         self.attachments.entry((id.container_id.clone(), id.ifname.clone())).or_default()
+    }
+}
+
+impl Traces<'_> {
+    /// Returns the folder of the attachment's reservations if it does not exist, for example
+    /// because it is not mounted in the container of this process: DEL would release no address.
+    /// Returns `None` if the folder may have disappeared because the node was restarted.
+    fn missing_folder(&self) -> Option<PathBuf> {
+        if self.since < SystemTime::now().checked_sub(uptime()?) {
+            return None;
+        }
+        let folder_of = |entry: &&Entry| {
+            result_of(entry).filter(|result| !result.ips.is_empty())?;
+            Some(NetworkPool::of(&entry.list().ok()?, Some(&entry.attachment.capability_args))?.folder())
+        };
+        self.entries.iter().filter_map(folder_of).find(|folder| matches!(folder.try_exists(), Ok(false)))
     }
 }
 
@@ -173,7 +192,12 @@ impl VerbRun<'_> {
         let (mut kept, mut removed) = (Vec::new(), Vec::new());
         for ((container, ifname), traces) in &network.attachments {
             let id = AttachmentId::new(name, container, ifname);
-            let (is_kept, state, reason) = self.decide(&id, traces, evidence);
+            let (mut is_kept, mut state, mut reason) = self.decide(&id, traces, evidence);
+            if !is_kept && let Some(folder) = traces.missing_folder() {
+                (is_kept, state) = (true, "unknown");
+                let folder = folder.display();
+                reason += &format!(", but {folder} with its reservations does not exist: mount or create the folder");
+            }
             let netns = traces.entries.first().map(|entry| entry.attachment.netns.clone()).unwrap_or_default();
             let decision = Decision { container_id: id.container_id, ifname: id.ifname, netns, state, reason };
             if is_kept { &mut kept } else { &mut removed }.push(decision);

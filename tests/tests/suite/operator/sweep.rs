@@ -163,6 +163,33 @@ fn what_no_cache_has_goes_on_request_and_if_old() {
 }
 
 #[test]
+fn gc_keeps_attachments_whose_reservations_are_not_mounted() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let dies = operator.attach();
+    let dead = dies.id.clone();
+    dies.destroy();
+    // As in a container in which the folder is not mounted.
+    let (folder, elsewhere) = (operator.node.data_dir(), operator.node.dir().join("elsewhere"));
+    std::fs::rename(&folder, &elsewhere).unwrap();
+    assert_eq!(decision(&operator.json(&["gc"]), "net1", &dead), ("kept", "unknown"));
+    let text = operator.done(&["gc"]);
+    let missing = format!("{}/net1 with its reservations does not exist: mount or create", folder.display());
+    assert!(text.contains(&format!("keep    {dead}/eth0  (its namespace")) && text.contains(&missing), "{text}");
+    // A restart of the node may have emptied the folder.
+    let dry = |time: &str| {
+        operator.node.exec(&["sh", "-c", &format!("touch -d {time} /var/lib/cni/results/*")]);
+        operator.json(&["gc", "--dry-run"])
+    };
+    assert_eq!(decision(&dry("2001-01-01"), "net1", &dead), ("removed", "over"));
+    assert_eq!(decision(&dry("now"), "net1", &dead), ("kept", "unknown"));
+    std::fs::rename(&elsewhere, &folder).unwrap();
+    assert_eq!(owners(&operator, "net1"), [format!("{dead}/eth0")]);
+    assert_eq!(decision(&operator.json(&["gc"]), "net1", &dead), ("removed", "over"));
+    assert_eq!(owners(&operator, "net1"), Vec::<String>::new());
+}
+
+#[test]
 fn the_plugins_of_an_older_list_collect_too() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
