@@ -184,7 +184,10 @@ pub(crate) fn examine(
     extent: Extent,
     context: &Context<'_>,
 ) -> Result<(Vec<CheckOutcome>, Snapshot, Vec<Leftover>), Error> {
-    let (snapshot, runtime) = (Snapshot::take(context)?, context.runtime());
+    let runtime = context.runtime();
+    // First, because starting a program takes longer when this process has much memory.
+    let status = places::status(&context.networks()?, &runtime);
+    let snapshot = Snapshot::take(context)?;
     let leftovers = leftovers::list(&snapshot);
     let node = Examined { context, extent, snapshot, runtime, netlink: Netlink::open()? };
     let policy = firewall::policy(&node);
@@ -192,7 +195,7 @@ pub(crate) fn examine(
     let mut outcomes = vec![
         places::networks(&node)?,
         places::folders(&node),
-        places::status(&node),
+        status,
         places::addresses(&node)?,
         traffic::forwarding(&node),
         traffic::links(&node),

@@ -11,7 +11,7 @@ use cni::Error;
 use cni::config::NetConf;
 use cni::delegate::find_plugin;
 use cni_cluster::ledger::Ledger;
-use libcni::NetworkList;
+use libcni::{NetworkList, Runtime};
 
 use super::{CheckOutcome, Examined, advice};
 use crate::call::own_uid;
@@ -106,14 +106,14 @@ const DAEMON_ADVICE: &str = "start the daemon with `systemctl enable --now cni-d
 
 /// Runs STATUS of each network's plugins. Skips networks with a plugin that is not installed, which
 /// `folders` reports.
-pub(super) fn status(node: &Examined<'_>) -> CheckOutcome {
+pub(super) fn status(networks: &[NetworkList], runtime: &Runtime<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("status");
-    for list in &node.snapshot.networks {
-        let is_installed = |kind: &str| find_plugin(kind, &node.runtime.plugin_folders).is_ok();
+    for list in networks {
+        let is_installed = |kind: &str| find_plugin(kind, &runtime.plugin_folders).is_ok();
         if !list.plugins().iter().all(|plugin| is_installed(plugin.kind())) {
             continue;
         }
-        if let Err(error) = node.runtime.status(list) {
+        if let Err(error) = runtime.status(list) {
             let (object, problem) = (format!("network {}:", list.name()), error.to_string());
             // STATUS has one code for all problems, so an error about dhcp's daemon is recognized
             // by its text.
