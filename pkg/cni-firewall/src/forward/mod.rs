@@ -283,8 +283,9 @@ fn check_family_in_iptables(
     for variant in variants {
         let mut filter = iptables.read(family, variant)?;
         let missing = iptables::check(&mut filter, &addresses, &rules.iptables_admin_chain)?;
-        let accepts_any = iptables::accepts_any(&mut filter, &ips)?;
-        if missing.is_empty() || accepts_any {
+        // The rules that accept the addresses are among those that are not missing.
+        let accepts_any = missing.is_empty() || iptables::accepts_any(&mut filter, &ips)?;
+        if accepts_any {
             return Ok(CheckedFamily { missing, accepts_any });
         }
         missing_in_first.get_or_insert(missing);

@@ -278,11 +278,7 @@ impl Chains<'_> {
             (listed.handle, keys)
         });
         nft.add_index(table, chain, search, entries)?;
-        let is_wanted = |listed: &Listed| {
-            let keys = (search.keys_of)(listed);
-            keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
-        };
-        Ok(Some(jumps.into_iter().filter(|listed| is_wanted(listed)).cloned().map(in_words).collect()))
+        Ok(Some(jumps.into_iter().filter(|listed| search.wants(listed)).cloned().map(in_words).collect()))
     }
 
     /// Returns the chains whose names begin with `prefix` and that have a rule with this address.
@@ -299,7 +295,7 @@ impl Chains<'_> {
         }
         if let (Some(nft), Some(Some(chain))) = (&mut self.nft, self.found_chains.get(jumps))
             && let Some(found) =
-                nft.rules_by_used_index(self.table.in_nf_tables(self.family), chain, &[Key::address(address)])?
+                nft.rules_by_used_index(self.table.in_nf_tables(self.family), chain, &[Key::address(address)], false)?
         {
             let target = |listed| compat::rule_in_words(self.family, listed).target().map(str::to_owned);
             let names: BTreeSet<String> = found.into_iter().filter_map(target).collect();

@@ -7,7 +7,7 @@
 //! fails if the object exists, so the second of two processes notices the first.
 
 use netlink_packet_core::DefaultNla;
-use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_ECHO, NLM_F_EXCL, NLM_F_REQUEST};
+use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
 use netlink_packet_netfilter::nftables as wire;
 use netlink_packet_netfilter::nftables::{
     ChainAttribute, DataAttribute, ListAttribute, NfTablesMessage, RuleAttribute, SetAttribute, SetElementAttribute,
@@ -19,7 +19,7 @@ use super::userdata;
 use super::{Expr, Family, Generation, Rule, Table};
 use cni::cidr::octets;
 use cni_linux::error::{Cause, Error, Result};
-use cni_linux::netlink::wire::{Message, new_attribute};
+use cni_linux::netlink::wire::Message;
 
 /// The place of a base chain in the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,14 +191,6 @@ impl Change {
     /// Appends the change's netlink message, with this sequence number, to `bytes`.
     pub(crate) fn write(&self, sequence: u32, bytes: &mut Vec<u8>) {
         Message { kind: self.kind, flags: self.flags, sequence, payload: &self.body }.write(bytes);
-    }
-
-    /// Makes the change, which appends a rule, add the rule after the one with this handle, and
-    /// makes the kernel report the rule's position.
-    pub(crate) fn report_position_after(&mut self, handle: u64) {
-        const NFTA_RULE_POSITION: u16 = 6;
-        self.flags |= NLM_F_ECHO;
-        self.body.extend(new_attribute(NFTA_RULE_POSITION, &handle.to_be_bytes()));
     }
 }
 

@@ -21,11 +21,13 @@ use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Read as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use super::batch::{Change, RuleChange};
 use super::{Chain, Family, Listed, Nft, Table, decode};
 use cni_linux::error::Result;
 use cni_linux::netlink::wire;
+use netlink_packet_core::NLM_F_ECHO;
 use netlink_packet_netfilter::nftables::{NfTablesMessage, RuleAttribute, RuleMessage, TableAttribute, TableMessage};
 
 mod entries;
@@ -37,6 +39,8 @@ use entries::{Entry, entries, write_entry};
 const FOLDER: &str = "/run/cni";
 /// The file of the calling thread's network namespace.
 const NETNS: &str = "/proc/thread-self/ns/net";
+/// The number of the boot; empty if it cannot be read.
+static BOOT: LazyLock<Vec<u8>> = LazyLock::new(|| fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default());
 /// The last bytes of a file, with the version of its format.
 const MAGIC: &[u8; 8] = b"cniidx2\n";
 /// The number of rules from which a chain has an index. The kernel sends this many rules in one
@@ -62,6 +66,14 @@ pub(crate) struct Search<'a> {
     pub(crate) reads_all_if_missing: bool,
 }
 
+impl Search<'_> {
+    /// Whether the search must return the rule.
+    pub(crate) fn wants(&self, listed: &Listed) -> bool {
+        let keys = (self.keys_of)(listed);
+        keys.is_empty() || keys.iter().any(|key| self.wanted.contains(key))
+    }
+}
+
 /// The index of one chain.
 #[derive(Debug)]
 pub(crate) struct Index {
@@ -78,8 +90,8 @@ pub(crate) struct Index {
     /// As in [`Search`].
     keys_of: fn(&Listed) -> Vec<Key>,
     appended: Vec<Key>,
-    /// Whether the entries were read from the kernel, not from the file.
-    is_fresh: bool,
+    /// Whether the index was made from all rules of the chain since the last transaction.
+    pub(super) is_fresh: bool,
 }
 
 /// What the kernel reports of a rule that a transaction has appended.
@@ -98,60 +110,29 @@ pub(crate) fn is_long(chain: &Chain) -> bool {
 }
 
 impl Index {
-    /// Returns an index of the chain with these entries, which are all rules of the chain.
-    fn new(table: Table<'_>, chain: &Chain, identity: Vec<u8>, search: Search<'_>, entries: Vec<u8>) -> Index {
-        // The kernel uses inodes again, so the number of files is bounded.
-        let netns = fs::metadata(NETNS).map_or(0, |metadata| metadata.ino());
-        let name = format!("rules-{netns}-{}-{}-{}", table.family.name(), table.name, chain.name);
-        Index {
-            path: Path::new(FOLDER).join(name),
-            place: (table.family, table.name.to_owned(), chain.name.clone()),
-            identity,
-            uses: chain.uses,
-            entries,
-            keys_of: search.keys_of,
-            appended: search.appended.to_vec(),
-            is_fresh: true,
-        }
-    }
-
-    /// Reads the file of the chain; `None` if there is none that describes the chain as it is now.
-    fn load(table: Table<'_>, chain: &Chain, identity: Vec<u8>, search: Search<'_>) -> Option<Index> {
-        let mut index = Index::new(table, chain, identity, search, Vec::new());
-        let mut content = read_private(&index.path)?;
-        content.truncate(content.strip_suffix(index.tail().as_slice())?.len());
-        (index.entries, index.is_fresh) = (content, false);
-        Some(index)
-    }
-
     /// Whether this is the index of the chain.
     pub(crate) fn is_of(&self, table: Table<'_>, chain: &str) -> bool {
         let (family, table_name, chain_name) = &self.place;
         *family == table.family && table_name == table.name && chain_name == chain
     }
 
-    /// Whether the index was made from all rules of the chain since the last transaction.
-    pub(crate) fn is_fresh(&self) -> bool {
-        self.is_fresh
-    }
-
-    /// Returns the entries of the rules that may have one of the wanted keys, in the order of the
-    /// chain.
-    fn find(&self, wanted: &[Key]) -> impl Iterator<Item = Entry<'_>> {
-        entries(&self.entries).filter(|entry| entry.keys.is_empty() || wanted.iter().any(|key| entry.has(key)))
-    }
-
-    /// Whether there is a rule with each of the keys.
-    fn has_all(&self, keys: &[Key]) -> bool {
-        let found: Vec<Entry<'_>> = self.find(keys).collect();
-        keys.iter().all(|key| found.iter().any(|entry| entry.has(key)))
+    /// Returns the handles of the rules that may have one of the wanted keys, in the order of the
+    /// chain, and whether there is a rule with each of the keys.
+    fn find(&self, wanted: &[Key]) -> (Vec<u64>, bool) {
+        let may_have = |entry: &Entry<'_>| entry.keys.is_empty() || wanted.iter().any(|key| entry.has(key));
+        let found: Vec<Entry<'_>> = entries(&self.entries).filter(may_have).collect();
+        let has_all = wanted.iter().all(|key| found.iter().any(|entry| entry.has(key)));
+        (found.iter().map(|entry| entry.handle).collect(), has_all)
     }
 
     /// Changes the appending of rules to this chain so that the kernel reports whether another
-    /// program has appended rules since the index was made: all are added after the last rule that
-    /// the index knows, in reverse order, so that the first one of the batch becomes the last one
-    /// of the chain.
+    /// program has appended rules since the index was made: the first is added after the last rule
+    /// that the index knows, and each other after the one before it. Only the first makes the
+    /// kernel search the chain.
     pub(crate) fn prepare(&self, changes: &mut [Change]) {
+        const NFTA_RULE_POSITION: u16 = 6;
+        const NFTA_RULE_ID: u16 = 9;
+        const NFTA_RULE_POSITION_ID: u16 = 10;
         let (appends, deleted) = (self.appends(changes), self.deleted(changes));
         // Without a report, `finish` makes the caller read all rules.
         if appends.is_empty() || appends.len() > REPORTS_MAX {
@@ -159,11 +140,13 @@ impl Index {
         }
         let last = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle)).last();
         let Some(last) = last else { return };
-        for (front, back) in (0..appends.len() / 2).map(|index| (appends[index], appends[appends.len() - 1 - index])) {
-            changes.swap(front, back);
-        }
+        let mut position = wire::new_attribute(NFTA_RULE_POSITION, &last.handle.to_be_bytes());
         for append in appends {
-            changes[append].report_position_after(last.handle);
+            let (change, id) = (&mut changes[append], u32::try_from(append).unwrap_or_default().to_be_bytes());
+            change.flags |= NLM_F_ECHO;
+            change.body.append(&mut position);
+            change.body.extend(wire::new_attribute(NFTA_RULE_ID, &id));
+            position = wire::new_attribute(NFTA_RULE_POSITION_ID, &id);
         }
     }
 
@@ -175,9 +158,8 @@ impl Index {
         let appends = self.appends(changes);
         let deleted = self.deleted(changes);
         let is_changed_otherwise = changes.iter().any(|change| self.effect(change) == Some(&RuleChange::Other));
-        // The message of the first appended rule is that of the chain's last one.
         let report_of = |append: &usize| reported.iter().find(|rule| rule.position == append + 1);
-        let reports: Option<Vec<&Appended>> = appends.iter().rev().map(report_of).collect();
+        let reports: Option<Vec<&Appended>> = appends.iter().map(report_of).collect();
         let Some(reports) =
             reports.filter(|reports| !is_changed_otherwise && reports.last().is_none_or(|last| last.is_last))
         else {
@@ -270,10 +252,6 @@ impl Nft {
         chain: &Chain,
         search: Search<'_>,
     ) -> Result<Vec<Listed>> {
-        let has_wanted_key = |listed: &Listed| {
-            let keys = (search.keys_of)(listed);
-            keys.is_empty() || keys.iter().any(|key| search.wanted.contains(key))
-        };
         if is_long(chain)
             && let Some(found) = self.rules_by_index(table, chain, search)?
         {
@@ -284,7 +262,7 @@ impl Nft {
             let entries = rules.iter().map(|listed| (listed.handle, (search.keys_of)(listed)));
             self.add_index(table, chain, search, entries)?;
         }
-        rules.retain(has_wanted_key);
+        rules.retain(|listed| search.wants(listed));
         Ok(rules)
     }
 
@@ -303,10 +281,9 @@ impl Nft {
             write_entry(handle, &keys, &mut entries);
             count += 1;
         }
-        if count >= RULES_MIN
-            && let Some(identity) = self.chain_identity(table, chain)?
-        {
-            self.indexes.push(Index::new(table, chain, identity, search, entries));
+        if count >= RULES_MIN {
+            let index = self.new_index(table, chain, search)?;
+            self.indexes.extend(index.map(|index| Index { entries, ..index }));
         }
         Ok(())
     }
@@ -332,31 +309,31 @@ impl Nft {
         search: Search<'_>,
     ) -> Result<Option<Vec<Listed>>> {
         if !self.indexes.iter().any(|index| index.is_of(table, &chain.name)) {
-            let Some(identity) = self.chain_identity(table, chain)? else { return Ok(None) };
-            let Some(index) = Index::load(table, chain, identity, search) else { return Ok(None) };
-            self.indexes.push(index);
+            let index = self.load_index(table, chain, search)?;
+            self.indexes.extend(index);
         }
-        let lacks_key = |index: &Index| index.is_of(table, &chain.name) && !index.has_all(search.wanted);
-        if search.reads_all_if_missing && self.indexes.iter().any(lacks_key) {
-            self.indexes.retain(|index| !index.is_of(table, &chain.name));
-            return Ok(None);
-        }
-        self.rules_by_used_index(table, chain, search.wanted)
+        self.rules_by_used_index(table, chain, search.wanted, search.reads_all_if_missing)
     }
 
     /// Returns the chain's rules with one of these keys by an index that was used since the last
-    /// transaction; `None` if there is none, or if it names a rule that does not exist.
+    /// transaction; `None` if there is none, if it names a rule that does not exist, or if it lacks
+    /// a key and `reads_all_if_missing`.
     pub(crate) fn rules_by_used_index(
         &mut self,
         table: Table<'_>,
         chain: &Chain,
         wanted: &[Key],
+        reads_all_if_missing: bool,
     ) -> Result<Option<Vec<Listed>>> {
         let Some(position) = self.indexes.iter().position(|index| index.is_of(table, &chain.name)) else {
             return Ok(None);
         };
+        let (handles, has_all) = self.indexes[position].find(wanted);
+        if reads_all_if_missing && !has_all {
+            self.indexes.remove(position);
+            return Ok(None);
+        }
         let mut rules = Vec::new();
-        let handles: Vec<u64> = self.indexes[position].find(wanted).map(|entry| entry.handle).collect();
         for handle in handles {
             match self.rule(table, &chain.name, handle)? {
                 Some(listed) => rules.push(listed),
@@ -386,19 +363,41 @@ impl Nft {
         }
     }
 
-    /// Returns the bytes that tell the chain from all others; `None` on kernels that lack a number.
-    fn chain_identity(&mut self, table: Table<'_>, chain: &Chain) -> Result<Option<Vec<u8>>> {
+    /// Reads the file of the chain; `None` if there is none that describes the chain as it is now.
+    fn load_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<Option<Index>> {
+        let Some(mut content) = read_private(&self.index_path(table, &chain.name)) else { return Ok(None) };
+        let Some(mut index) = self.new_index(table, chain, search)? else { return Ok(None) };
+        let Some(entries) = content.strip_suffix(index.tail().as_slice()) else { return Ok(None) };
+        content.truncate(entries.len());
+        (index.entries, index.is_fresh) = (content, false);
+        Ok(Some(index))
+    }
+
+    /// Returns an index of the chain, without entries; `None` on kernels that lack a number.
+    fn new_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<Option<Index>> {
         let what = format!("failed to read nft table {table}");
         let request =
             NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
         let mut handle = None;
         self.ask(&what, table.family, &request, 0, |message| handle = decode::table(message.payload))?;
         let numbers = self.socket()?.netns_cookie().zip(handle);
-        Ok(numbers.map(|(cookie, (table, _))| {
-            // Empty if it cannot be read.
-            let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-            [[cookie, table, chain.handle].map(u64::to_ne_bytes).as_flattened(), &boot].concat()
+        Ok(numbers.map(|(cookie, (table_handle, _))| Index {
+            path: self.index_path(table, &chain.name),
+            place: (table.family, table.name.to_owned(), chain.name.clone()),
+            identity: [[cookie, table_handle, chain.handle].map(u64::to_ne_bytes).as_flattened(), &BOOT].concat(),
+            uses: chain.uses,
+            entries: Vec::new(),
+            keys_of: search.keys_of,
+            appended: search.appended.to_vec(),
+            is_fresh: true,
         }))
+    }
+
+    /// Returns the path of the chain's file.
+    fn index_path(&mut self, table: Table<'_>, chain: &str) -> PathBuf {
+        // The kernel uses inodes again, so the number of files is bounded.
+        let netns = self.netns_inode.get_or_insert_with(|| fs::metadata(NETNS).map_or(0, |metadata| metadata.ino()));
+        Path::new(FOLDER).join(format!("rules-{netns}-{}-{}-{chain}", table.family.name(), table.name))
     }
 }
 

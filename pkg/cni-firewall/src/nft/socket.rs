@@ -38,6 +38,8 @@ pub struct Nft {
     pub(super) reads_max: usize,
     /// The indexes that were used since the last transaction.
     pub(super) indexes: Vec<Index>,
+    /// The inode of the network namespace; `None` until an index needs it.
+    pub(super) netns_inode: Option<u64>,
 }
 
 /// Whether a change failed because another process changed the rules that it was based on
@@ -61,7 +63,7 @@ impl Nft {
             Ok(socket) => Ok(socket),
             Err(error) => Err(Absence::from_socket(error)?),
         };
-        Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX, indexes: Vec::new() })
+        Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX, indexes: Vec::new(), netns_inode: None })
     }
 
     /// Returns the error of a transaction with changes on a kernel without nf_tables; `None` if no
@@ -152,7 +154,7 @@ impl Nft {
             };
         };
         // A file can name a rule that another program has deleted, or lack a rule.
-        let is_planned_by_file = indexes.iter().any(|index| !index.is_fresh());
+        let is_planned_by_file = indexes.iter().any(|index| !index.is_fresh);
         indexes.into_iter().for_each(Index::discard);
         if is_planned_by_file {
             return Err(Error::new(BATCH_FAILED, Errno::ERESTART));

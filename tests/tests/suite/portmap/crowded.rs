@@ -131,6 +131,26 @@ fn check_reads_rules_that_are_in_place_once() {
     });
 }
 
+#[test]
+fn a_long_chain_gets_the_rules_in_the_order_of_a_short_one() {
+    each(&BACKENDS, |world| {
+        let pod = world.dual();
+        let config = world.config(json!([map(8082, 80, "tcp"), map(8080, 80, "udp"), map(8081, 80, "tcp")]));
+        let order = || {
+            pod.add(&config).success();
+            let all = world.rules();
+            pod.del(&config).success();
+            all.lines().filter(|line| line.contains("808")).map(str::to_owned).collect::<Vec<String>>()
+        };
+        let in_short_chain = order();
+        assert!(in_short_chain.len() > 3, "{in_short_chain:?}");
+        fill(world, MANY);
+        assert_eq!(order(), in_short_chain, "{:?}", world.backend);
+        pod.leave();
+        clear(world, MANY);
+    });
+}
+
 /// The number of rules is the same as before, but one is another container's. Go removes the last
 /// rule of the chain, or the one before it.
 #[test]
