@@ -14,7 +14,7 @@ use cni_linux::route::Family;
 use crate::iptables::{Chains, Cleaned, Edit, Folders, Iptables, Reading, Table};
 use crate::nft::{Batch, Nft, raced};
 use crate::owner::AttachmentFilter;
-use crate::retry;
+use crate::{Backend, nft_usable, retry};
 
 /// Makes the changes that `plan` adds to a batch of nf_tables, in one transaction. Returns whether
 /// there were any.
@@ -127,6 +127,34 @@ impl<'m> Store<'m> {
         Iptables::open_with(self.table, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
 
+    /// Returns the backend for new rules if the configuration names none: iptables, or nftables if
+    /// the programs of iptables are not installed for one of the families. Whether the programs
+    /// work is not checked.
+    ///
+    /// # Errors
+    /// If the variant of an installed program cannot be found out.
+    pub(crate) fn default_backend(&self, families: impl IntoIterator<Item = Family>) -> Result<Backend> {
+        let iptables = self.open(OnSigterm::Kill)?;
+        for family in families {
+            if iptables.chosen_variant(family)?.is_none() {
+                return Ok(Backend::Nftables);
+            }
+        }
+        Ok(Backend::Iptables)
+    }
+
+    /// Whether iptables, which has failed with `error`, does not work on this host for one of the
+    /// families, and nftables works. Runs the programs of iptables.
+    pub(crate) fn only_nftables_works(&self, error: &Error, families: impl IntoIterator<Item = Family>) -> bool {
+        // These errors do not show that iptables does not work.
+        if error.is_deadline() || error.is_terminated() || error.is_held() {
+            return false;
+        }
+        let Ok(mut iptables) = self.open(OnSigterm::Kill) else { return false };
+        let iptables_works = families.into_iter().all(|family| iptables.probe(family).is_ok());
+        !iptables_works && matches!(nft_usable(), Ok(true))
+    }
+
     /// Makes the changes that `plan` adds to a batch of nf_tables. Sets `changed` to true if rules
     /// may have been changed, even on an error.
     pub(crate) fn ensure_in_nftables(
@@ -144,8 +172,7 @@ impl<'m> Store<'m> {
     }
 
     /// Makes the changes that `plan` returns for iptables, for each family in the variant that the
-    /// host uses for it. If `plan` returns `None`, changes nothing more. Sets `changed` to true if
-    /// rules may have been changed, even on an error.
+    /// host uses for it. Sets `changed` to true if rules may have been changed, even on an error.
     ///
     /// # Errors
     /// Rules of a family cannot be written at all, and nothing is changed; or as
@@ -153,7 +180,7 @@ impl<'m> Store<'m> {
     pub(crate) fn ensure_in_iptables(
         &self,
         families: impl IntoIterator<Item = Family>,
-        plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
+        plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
         changed: &mut bool,
     ) -> Result<()> {
         let mut iptables = self.open(OnSigterm::Kill)?;

@@ -200,6 +200,11 @@ impl Error {
         matches!(self.cause, Cause::Terminated)
     }
 
+    /// Whether another attachment still uses the object.
+    pub fn is_held(&self) -> bool {
+        matches!(self.cause.0, Reason::Held(_))
+    }
+
     /// Returns which name of a veth pair is in use; `None` if that is not the cause.
     pub fn taken(&self) -> Option<TakenName> {
         match self.cause {

@@ -1,17 +1,14 @@
-//! Implements ADD: determines addresses, ports and backend, and writes the rules.
+//! Implements ADD: determines addresses and ports, and writes the rules.
 //!
 //! The order is: checks that can fail, the rules, the sysctl `route_localnet`, and the deletion of
 //! tracked connections that older rules for the same ports have mapped elsewhere.
 
 use cni::config::NetConf;
-use cni::machine::OnSigterm;
 use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Cidr, Code, Error, Result};
-use cni_firewall::iptables::{Iptables, Table};
-use cni_firewall::portmap::{Forwarding, Holder, PortMap, Refusal, Snat};
-use cni_firewall::{Backend, nft_usable};
+use cni_firewall::portmap::{Forwarding, PortMap, Refusal, Snat};
 use cni_linux::conntrack::{Conntrack, FlushScope};
 use cni_linux::route::Family;
 use cni_linux::{Link, Netlink, sysctl};
@@ -45,7 +42,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollbac
         None
     });
     // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
-    write_in_working_backend(call, conf, &forwarding, rollback)?;
+    write_rules(call, conf, &forwarding, rollback)?;
     if let Some(link) = localnet_link.filter(|link| !routes_localnet(link)) {
         // The rollback does not reset the sysctl: other attachments may share the interface, for
         // example a bridge.
@@ -64,78 +61,35 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollbac
     Ok(())
 }
 
-/// Writes the rules to the [chosen backend](choose_backend) or, if none is configured and iptables
-/// does not work, to nftables.
+/// Writes the rules, and pushes the undo onto `rollback` if rules may have been changed, even on an
+/// error.
 ///
 /// # Errors
-/// Those of [`write_rules`].
-fn write_in_working_backend<'a>(
+/// As [`add`], for which this converts the [`Refusal`].
+fn write_rules<'a>(
     call: &'a Call<'_>,
     conf: &Conf,
     forwarding: &Forwarding,
     rollback: &mut Rollback<'a>,
 ) -> Result<()> {
-    let backend = choose_backend(call, conf)?;
-    let has_fallback = conf.backend.is_none() && backend == Backend::Iptables;
-    let mut written = call.rollback();
-    match write_rules(call, forwarding, backend, &mut written) {
-        Err(error) if has_fallback && only_nftables_works(call, forwarding, &error) => {
-            call.notes.note(format_args!("portmap: nftables is used, because iptables does not work: {error}"));
-            // Removes the rules of the family in which iptables has not failed.
-            drop(written);
-            write_rules(call, forwarding, Backend::Nftables, rollback)
-        }
-        result => {
-            rollback.append(written);
-            result
-        }
-    }
-}
-
-/// Writes the rules to `backend`, and pushes the undo onto `rollback` if rules may have been
-/// changed, even on an error.
-///
-/// # Errors
-/// - Code 102 if another container that exists has one of the ports, in either backend.
-/// - Code 2 if the kernel or a missing program makes `backend` unusable.
-/// - Code 7 if nftables cannot parse a condition.
-fn write_rules<'a>(
-    call: &'a Call<'_>,
-    forwarding: &Forwarding,
-    backend: Backend,
-    rollback: &mut Rollback<'a>,
-) -> Result<()> {
     let open = || PortMap::new(call.machine, call.notes.clone());
-    let mut changed = false;
-    let outcome = open().ensure(forwarding, backend, &mut changed);
-    if changed {
+    let mut changed = None;
+    let outcome = open().ensure(forwarding, conf.backend, &mut changed);
+    if let Some(backend) = changed {
         let forwarding = forwarding.clone();
         rollback.push("remove the host ports", move || open().undo(&forwarding, backend));
     }
-    match outcome {
-        Ok(None) => Ok(()),
-        Ok(Some(holder)) => Err(port_taken(&holder)),
-        Err(refusal) => Err(explain_failure(call, forwarding, backend, refusal)),
-    }
-}
-
-/// Whether iptables, which has failed with `error`, does not work at all on this host and nftables
-/// works. Starts a process.
-fn only_nftables_works(call: &Call<'_>, forwarding: &Forwarding, error: &Error) -> bool {
-    // A temporary failure or a conflict does not show that iptables is unusable.
-    if [Code::TRY_AGAIN, Code::CONFLICT].contains(&error.code()) {
-        return false;
-    }
-    let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
-    let Ok(mut iptables) = opened else { return false };
-    let iptables_works = forwarding.families().all(|request| iptables.probe(request.family).is_ok());
-    !iptables_works && matches!(nft_usable(), Ok(true))
-}
-
-/// Returns the error for a port that another container has.
-fn port_taken(holder: &Holder) -> Error {
-    Error::new(Code::CONFLICT, holder.to_string())
-        .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway")
+    outcome.map_err(|refusal| match refusal {
+        Refusal::Failed(error) => error.into(),
+        Refusal::Unusable { backend, error } => Error::from(error)
+            .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
+            .with_code(Code::UNSUPPORTED_FIELD),
+        Refusal::PortTaken(holder) => Error::new(Code::CONFLICT, holder.to_string())
+            .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway"),
+        Refusal::Condition { token, why } => {
+            Error::config(format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}"))
+        }
+    })
 }
 
 /// Returns the configured port mappings to the addresses `containers`. `links`, the names of the
@@ -177,17 +131,6 @@ pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::n
     Ok(container_addresses(ifname, &prev).iter().map(Cidr::address).collect())
 }
 
-/// Returns the configured backend. If none is configured, returns iptables, or nftables if the
-/// programs of iptables are not installed. Whether the programs work is not checked here.
-pub(crate) fn choose_backend(call: &Call<'_>, conf: &Conf) -> Result<Backend> {
-    if let Some(backend) = conf.backend {
-        return Ok(backend);
-    }
-    let chosen =
-        Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill)?.chosen_variant(Family::V4)?;
-    Ok(if chosen.is_some() { Backend::Iptables } else { Backend::Nftables })
-}
-
 /// Prints a note that the loopback address is not mapped.
 pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
     call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
@@ -218,41 +161,6 @@ pub(crate) fn routes_localnet(link: &Link) -> bool {
 /// Returns the name of the link's sysctl `route_localnet`.
 pub(crate) fn localnet_key(link: &Link) -> String {
     format!("net/ipv4/conf/{}/route_localnet", link.name)
-}
-
-/// Returns the plugin's error for a failure of `backend`. If the failure shows that the host lacks
-/// the backend, adds that the backend cannot be used.
-fn explain_failure(call: &Call<'_>, forwarding: &Forwarding, backend: Backend, refusal: Refusal) -> Error {
-    let error = match refusal {
-        Refusal::Kernel(error) => error,
-        Refusal::Condition { token, why } => {
-            let msg = format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}");
-            return Error::config(msg);
-        }
-    };
-    let is_unusable = match backend {
-        Backend::Nftables => error.is_unsupported(),
-        // Rules of iptables-nft can be written over netlink, without the program. An error with an
-        // errno is the kernel's answer to that, and a missing program is not its cause.
-        // Neither is it the cause of the end of a wait.
-        Backend::Iptables => {
-            let is_interrupted = error.is_terminated() || error.is_deadline();
-            error.errno().is_none() && !is_interrupted && lacks_iptables_program(call, forwarding)
-        }
-    };
-    if !is_unusable {
-        return error.into();
-    }
-    Error::from(error)
-        .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
-        .with_code(Code::UNSUPPORTED_FIELD)
-}
-
-/// Whether the program of iptables is not installed for one of the families with mapped ports.
-fn lacks_iptables_program(call: &Call<'_>, forwarding: &Forwarding) -> bool {
-    let opened = Iptables::open(Table::Nat, call.machine, call.notes.clone(), OnSigterm::Kill);
-    let Ok(iptables) = opened else { return false };
-    forwarding.families().any(|request| matches!(iptables.chosen_variant(request.family), Ok(None)))
 }
 
 #[cfg(test)]

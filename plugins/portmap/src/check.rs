@@ -64,8 +64,11 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
 /// - Code 3 if neither backend has a rule of the attachment.
 /// - Code 101 if a rule is missing or differs.
 fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<()> {
-    let backend = add::choose_backend(call, conf)?;
     let portmap = PortMap::new(call.machine, call.notes.clone());
+    let backend = match conf.backend {
+        Some(backend) => backend,
+        None => portmap.default_backend()?,
+    };
     match portmap.check(forwarding, backend)? {
         Some(differences) if differences.is_empty() => Ok(()),
         Some(differences) => Err(Error::new(Code::CHECK_FAILED, differences.join("; "))),

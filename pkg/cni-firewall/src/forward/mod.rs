@@ -114,8 +114,7 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// If the variant of the installed program cannot be found out.
     pub fn default_backend(&self) -> Result<Backend> {
-        let variant = self.store.open(OnSigterm::Kill)?.chosen_variant(Family::V4)?;
-        Ok(if variant.is_some() { Backend::Iptables } else { Backend::Nftables })
+        self.store.default_backend([Family::V4])
     }
 
     /// Writes `rules`. The attachment's existing rules in the same backend are replaced.
@@ -142,7 +141,7 @@ impl<'m> Forward<'m> {
         let mut changed = false;
         let plan = |filter: &mut Chains<'_>| {
             let addresses = rules.of_family(filter.family());
-            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, written).map(Some)
+            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, written)
         };
         let result = self.store.ensure_in_iptables(rules.families(), plan, &mut changed);
         written.changed |= changed;

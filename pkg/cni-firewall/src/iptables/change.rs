@@ -47,9 +47,9 @@ impl FailedEdit {
 impl Iptables<'_> {
     /// Makes the changes of several families under one lock. All families are planned before any is
     /// changed. If an edit cannot be applied, usually because another process changed the table
-    /// after it was read, this family and those after it are planned again. If `plan` returns
-    /// `None`, changes nothing more and returns `Ok`, but families that are already changed stay
-    /// changed. Sets `changed` to true if a family may have been changed, even on an error.
+    /// after it was read, this family and those after it are planned again. Families that are
+    /// already changed stay changed. Sets `changed` to true if a family may have been changed, even
+    /// on an error.
     ///
     /// # Errors
     /// - The lock, `plan` or reading fails, or an edit has a word that cannot be quoted.
@@ -60,7 +60,7 @@ impl Iptables<'_> {
     pub(crate) fn change_all(
         &mut self,
         families: &[(Family, Variant)],
-        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
+        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
         changed: &mut bool,
     ) -> Result<()> {
         let _lock = self.lock()?;
@@ -69,8 +69,9 @@ impl Iptables<'_> {
         // The failure of the first family that is not finished.
         let mut last_failure: Option<FailedEdit> = None;
         for attempt in 0..ATTEMPTS {
-            let Some(planned) = self.plan_edits(&families[finished_count..], &mut plan)? else { return Ok(()) };
-            for PlannedEdit { family, variant, edit, text } in planned {
+            for PlannedEdit { family, variant, edit, text } in
+                self.plan_edits(&families[finished_count..], &mut plan)?
+            {
                 let writer = self.choose_writer(family, variant, attempt);
                 // The failed family is the first of this attempt. `take` clears the failure, so
                 // that the families after it are not compared with it.
@@ -135,21 +136,21 @@ impl Iptables<'_> {
         self.change(family, Variant::Nft, plan)
     }
 
-    /// Calls `plan` with the table of each family. `None` if one of the calls returns `None`.
+    /// Calls `plan` with the table of each family.
     fn plan_edits(
         &mut self,
         families: &[(Family, Variant)],
-        plan: &mut impl FnMut(&mut Chains<'_>) -> Result<Option<Edit>>,
-    ) -> Result<Option<Vec<PlannedEdit>>> {
+        plan: &mut impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+    ) -> Result<Vec<PlannedEdit>> {
         let mut planned = Vec::new();
         for (family, variant) in families {
             let mut chains = self.read(*family, *variant)?;
             chains.makes_indexes = true;
-            let Some(edit) = plan(&mut chains)? else { return Ok(None) };
+            let edit = plan(&mut chains)?;
             let text = edit.restore_text(self.table)?;
             planned.push(PlannedEdit { family: *family, variant: *variant, edit, text });
         }
-        Ok(Some(planned))
+        Ok(planned)
     }
 
     /// Locks iptables of the network namespace. Logs the remark of the lock, if it has one, once

@@ -273,9 +273,9 @@ impl<'m> Iptables<'m> {
         &mut self,
         family: Family,
         variant: Variant,
-        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+        plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        self.change_all(&[(family, variant)], |chains| plan(chains).map(Some), &mut false)
+        self.change_all(&[(family, variant)], plan, &mut false)
     }
 
     /// Makes the removals that `plan` returns. Where the removal reads many chains, `reading` keeps

@@ -75,25 +75,15 @@ impl<'m> Masquerade<'m> {
         }
     }
 
-    /// Does [`ensure`](Masquerade::ensure) without a given backend: uses iptables. If iptables is
-    /// not installed, or if it fails and its probe fails too, uses nftables.
+    /// Does [`ensure`](Masquerade::ensure) without a given backend.
     fn ensure_in_working_backend(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
-        let mut iptables = self.store.open(OnSigterm::Kill)?;
-        for family in families(addresses) {
-            // `None` means that iptables is not installed.
-            if iptables.chosen_variant(family)?.is_none() {
-                return self.ensure_in_nftables(attachment, addresses);
-            }
+        if self.store.default_backend(families(addresses))? == Backend::Nftables {
+            return self.ensure_in_nftables(attachment, addresses);
         }
         let error = match self.ensure_in_iptables(attachment, addresses) {
-            // Neither a timeout nor SIGTERM means that iptables does not work.
-            Err(error) if !error.is_deadline() && !error.is_terminated() => error,
+            Err(error) if self.store.only_nftables_works(&error, families(addresses)) => error,
             result => return result,
         };
-        // iptables is probed only after a failure, because the probe starts a process.
-        if families(addresses).all(|family| iptables.probe(family).is_ok()) {
-            return Err(error);
-        }
         self.store.notes.note(format_args!("nftables is used, because iptables does not work: {error}"));
         // Only what this call may have written: Go's rules can be those of another interface.
         self.undo(attachment, Some(Backend::Iptables))?;
@@ -112,7 +102,7 @@ impl<'m> Masquerade<'m> {
         let plan = |nat: &mut Chains<'_>| {
             let family = nat.family();
             let (addresses, exclude) = (of_family(addresses, family), of_family(&self.exclude, family));
-            iptables::ensure(nat, attachment, &addresses, &exclude).map(Some)
+            iptables::ensure(nat, attachment, &addresses, &exclude)
         };
         self.store.ensure_in_iptables(families(addresses), plan, &mut has_changed)?;
         Ok(has_changed.then_some(Backend::Iptables))

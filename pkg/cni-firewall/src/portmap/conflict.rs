@@ -26,7 +26,7 @@ use std::net::IpAddr;
 use cni::AttachmentId;
 use cni::attachment::Marked;
 use cni_linux::Netlink;
-use cni_linux::error::Result;
+use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
 use super::{ClaimedPort, Forwarding};
@@ -98,8 +98,8 @@ enum Liveness {
 pub(super) struct ConflictSearch<'w> {
     /// What the ADD wants.
     pub(super) wanted: &'w Forwarding,
-    /// A living container that has a wanted port. If there is one, the ADD must fail, and nothing
-    /// must be changed.
+    /// The living container because of which [`decide_removal`](ConflictSearch::decide_removal) has
+    /// failed.
     pub(super) held: Option<Holder>,
     tables: SearchedTables,
     /// Remarks for the operator, one sentence each.
@@ -152,8 +152,7 @@ impl<'w> ConflictSearch<'w> {
         self.remarks.len()
     }
 
-    /// Forgets the remarks that were added since there were `count`: the plan runs again, or its
-    /// changes will not be made.
+    /// Forgets the remarks that were added since there were `count`: the plan runs again.
     pub(super) fn forget_since(&mut self, count: usize) {
         self.remarks.truncate(count);
     }
@@ -169,13 +168,22 @@ impl<'w> ConflictSearch<'w> {
     }
 
     /// Decides whether a rule of `holder` is removed. Adds a remark if the holder is dead or if
-    /// that is unknown, and sets `held` if the ADD must fail. Fails if the links cannot be read.
+    /// that is unknown.
+    ///
+    /// # Errors
+    /// - [`Error::is_held`]: the holder is alive and has a wanted port, so the ADD must fail. The
+    ///   holder is then in `held`.
+    /// - The links cannot be read.
     pub(super) fn decide_removal(&mut self, holder: Holder) -> Result<bool> {
         let wanted = self.wanted;
         let has_wanted_port = wanted.all_claims().iter().any(|claim| claim.overlaps(&holder.claim));
         let is_displaced = self.tables == SearchedTables::Written || wanted.is_container(holder.claim.container.ip());
         match self.liveness_of(&holder)? {
-            Liveness::Alive if has_wanted_port => self.held = Some(holder),
+            Liveness::Alive if has_wanted_port => {
+                let error = Error::new("failed to map a host port", Cause::held(holder.to_string()));
+                self.held = Some(holder);
+                return Err(error);
+            }
             // The rule leads to the address of this container, which a container of another network
             // may have too. So the rule stays.
             Liveness::Alive => {}

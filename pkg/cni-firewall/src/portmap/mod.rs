@@ -15,7 +15,7 @@
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use cni::machine::Machine;
+use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 use cni::{AttachmentId, Cidr};
 use cni_linux::error::{Error, Result};
@@ -34,7 +34,6 @@ pub(super) mod nft;
 pub use cni_linux::conntrack::{ClaimedPort, Protocol};
 use conflict::ConflictSearch;
 pub use conflict::{Holder, Policy};
-pub use nft::Refusal;
 
 /// Host ports in one network namespace.
 ///
@@ -43,6 +42,36 @@ pub use nft::Refusal;
 #[derive(Debug)]
 pub struct PortMap<'m> {
     store: Store<'m>,
+}
+
+/// The reason why host ports could not be mapped.
+#[derive(Debug)]
+pub enum Refusal {
+    /// The kernel's error, or that of a program of iptables.
+    Failed(Error),
+    /// This host does not have the backend: a program is not installed, or the kernel has no
+    /// nf_tables with NAT.
+    Unusable {
+        /// The backend.
+        backend: Backend,
+        /// The error that shows this.
+        error: Error,
+    },
+    /// A living container has one of the ports.
+    PortTaken(Box<Holder>),
+    /// Conditions that neither portmap nor the program `nft` understands.
+    Condition {
+        /// The first token that is not understood.
+        token: String,
+        /// The reason, or the error of the program `nft`.
+        why: String,
+    },
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Refusal {
+        Refusal::Failed(error)
+    }
 }
 
 /// The outcome of a removal in both backends.
@@ -61,39 +90,123 @@ impl<'m> PortMap<'m> {
         PortMap { store: Store::new(machine, notes, Table::Nat, "host port rules") }
     }
 
-    /// Replaces the attachment's rules in `backend` with those of `wanted`. If these are in place
-    /// already, nothing is changed. Sets `changed` to true if the attachment's rules may have been
-    /// changed, even on an error: the caller then owes an [`undo`](PortMap::undo) if its ADD fails.
-    ///
-    /// With [`Policy::RefuseIfAlive`], first removes stale rules to the container's addresses from
-    /// the tables that `backend` does not write. If a living container has a wanted port, in any
-    /// table, stops and returns that container. Mostly nothing is written then; with iptables one
-    /// family can be, if the port was taken meanwhile.
+    /// Returns the backend for new rules if the configuration names none: iptables, or nftables if
+    /// the programs of iptables are not installed. Whether the programs work is not checked.
     ///
     /// # Errors
-    /// See [`Refusal`].
-    pub fn ensure(&self, wanted: &Forwarding, backend: Backend, changed: &mut bool) -> Result<Option<Holder>, Refusal> {
-        let mut search = ConflictSearch::new(wanted);
-        if wanted.policy == Policy::RefuseIfAlive {
-            iptables::search_other_tables(&self.store, &mut search, Some(backend))?;
-            // A held port already makes the ADD fail: then nftables is not searched.
-            if backend == Backend::Iptables && search.held.is_none() {
-                nft::search_other_tables(&mut search)?;
+    /// If the variant of the installed program cannot be found out.
+    pub fn default_backend(&self) -> Result<Backend> {
+        self.store.default_backend([Family::V4])
+    }
+
+    /// Replaces the attachment's rules in `backend` with those of `wanted`. If these are in place
+    /// already, nothing is changed. Without a `backend`, uses the
+    /// [default](PortMap::default_backend), or nftables if iptables does not work.
+    ///
+    /// Sets `changed` to the backend in which the attachment's rules may have been changed, even on
+    /// an error: the caller then owes an [`undo`](PortMap::undo) if its ADD fails.
+    ///
+    /// With [`Policy::RefuseIfAlive`], first removes stale rules to the container's addresses from
+    /// the tables that the backend does not write.
+    ///
+    /// # Errors
+    /// See [`Refusal`]. If a port is taken, in any table, mostly nothing is written; with iptables
+    /// one family can be, if the port was taken meanwhile.
+    pub fn ensure(
+        &self,
+        wanted: &Forwarding,
+        backend: Option<Backend>,
+        changed: &mut Option<Backend>,
+    ) -> Result<(), Refusal> {
+        let chosen = match backend {
+            Some(backend) => backend,
+            None => self.default_backend()?,
+        };
+        let has_fallback = backend.is_none() && chosen == Backend::Iptables;
+        let families = || wanted.families().map(|request| request.family);
+        match self.ensure_in(chosen, wanted, changed) {
+            Err(Refusal::Failed(error) | Refusal::Unusable { error, .. })
+                if has_fallback && self.store.only_nftables_works(&error, families()) =>
+            {
+                self.note(format_args!("nftables is used, because iptables does not work: {error}"));
+                // Removes the rules of the family in which iptables has not failed.
+                if changed.take().is_some()
+                    && let Err(error) = self.undo(wanted, Backend::Iptables)
+                {
+                    self.store.notes.note(format_args!("rollback: failed to remove the host ports: {error}"));
+                }
+                self.ensure_in(Backend::Nftables, wanted, changed)
             }
-            self.note_remarks(&mut search);
+            result => result,
         }
-        if search.held.is_some() {
-            return Ok(search.held);
+    }
+
+    /// Does [`ensure`](PortMap::ensure) in this backend.
+    fn ensure_in(
+        &self,
+        backend: Backend,
+        wanted: &Forwarding,
+        changed_backend: &mut Option<Backend>,
+    ) -> Result<(), Refusal> {
+        let (mut search, mut changed) = (ConflictSearch::new(wanted), false);
+        let result = self.ensure_unless_taken(backend, &mut search, &mut changed);
+        if changed {
+            *changed_backend = Some(backend);
+        }
+        match (result, search.held) {
+            (Err(_), Some(holder)) => Err(Refusal::PortTaken(Box::new(holder))),
+            (Err(Refusal::Failed(error)), None) if self.lacks_backend(backend, wanted, &error) => {
+                Err(Refusal::Unusable { backend, error })
+            }
+            (result, _) => result,
+        }
+    }
+
+    /// Does [`ensure`](PortMap::ensure) in this backend. If a living container has a wanted port,
+    /// fails and stores the container in `search`.
+    fn ensure_unless_taken(
+        &self,
+        backend: Backend,
+        search: &mut ConflictSearch<'_>,
+        changed: &mut bool,
+    ) -> Result<(), Refusal> {
+        if search.wanted.policy == Policy::RefuseIfAlive {
+            let searched = self.search_other_tables(search, backend);
+            self.note_remarks(search);
+            searched?;
         }
         search.begin_in_written_tables();
         match backend {
-            Backend::Nftables => nft::ensure(&self.store, &mut search, changed)?,
-            Backend::Iptables => iptables::ensure(&self.store, &mut search, changed)?,
+            Backend::Nftables => nft::ensure(&self.store, search, changed)?,
+            Backend::Iptables => iptables::ensure(&self.store, search, changed)?,
         }
-        if search.held.is_none() {
-            self.note_remarks(&mut search);
+        self.note_remarks(search);
+        Ok(())
+    }
+
+    /// Searches the tables that `written` does not write for rules of other containers.
+    fn search_other_tables(&self, search: &mut ConflictSearch<'_>, written: Backend) -> Result<()> {
+        iptables::search_other_tables(&self.store, search, Some(written))?;
+        match written {
+            Backend::Iptables => nft::search_other_tables(search),
+            Backend::Nftables => Ok(()),
         }
-        Ok(search.held)
+    }
+
+    /// Whether the failure of `backend` with this error shows that the host does not have the
+    /// backend.
+    fn lacks_backend(&self, backend: Backend, wanted: &Forwarding, error: &Error) -> bool {
+        if backend == Backend::Nftables {
+            return error.is_unsupported();
+        }
+        // Rules of iptables-nft can be written over netlink, without the program. An error with an
+        // errno is the kernel's answer to that, and a missing program is not its cause.
+        // Neither is it the cause of the end of a wait.
+        if error.errno().is_some() || error.is_terminated() || error.is_deadline() {
+            return false;
+        }
+        let Ok(iptables) = self.store.open(OnSigterm::Kill) else { return false };
+        wanted.families().any(|request| matches!(iptables.chosen_variant(request.family), Ok(None)))
     }
 
     /// Undoes an [`ensure`](PortMap::ensure) that changed rules in `backend`: removes the

@@ -31,12 +31,13 @@ use removal::{can_match_any, delete_section, delete_sections};
 use shape::{DNAT, MASQ, SETMARK, Section};
 
 /// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
-/// the ports before either is changed. Stops at a living holder, which can have taken the port
-/// after the first family was changed.
+/// the ports before either is changed.
 ///
 /// # Errors
-/// If the host's links cannot be read, if rules cannot be written over netlink and iptables is not
-/// installed, or if a change fails.
+/// - A living container has a wanted port. It can have taken the port after the first family was
+///   changed.
+/// - The host's links cannot be read, or a change fails, for example because rules cannot be
+///   written over netlink and iptables is not installed.
 pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed: &mut bool) -> Result<()> {
     let wanted = search.wanted;
     let host_link = search.find_host_link(&wanted.attachment)?;
@@ -45,13 +46,10 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
         let family = nat.family();
         match mapped.iter().find(|request| request.family == family) {
             Some(request) => plan_family(nat, request, host_link.as_deref(), search),
-            None => Ok(Some(Edit::new())),
+            None => Ok(Edit::new()),
         }
     };
     store.ensure_in_iptables(mapped.iter().map(|request| request.family), plan, changed)?;
-    if search.held.is_some() {
-        return Ok(());
-    }
     for request in wanted.families_with_address().filter(|request| request.claims.is_empty()) {
         ensure_empty_chain(store, &request, host_link.as_deref(), search, changed)?;
     }
@@ -71,7 +69,6 @@ fn ensure_empty_chain(
     search: &mut ConflictSearch<'_>,
     changed: &mut bool,
 ) -> Result<()> {
-    // Without a claim the search finds no living holder, so the plan is complete.
     let plan = |nat: &mut Chains<'_>| plan_family(nat, request, host_link, search);
     match store.ensure_in_iptables([request.family], plan, changed) {
         Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
@@ -93,27 +90,24 @@ fn program_name(family: Family) -> &'static str {
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
-/// the container's own. `host_link` is the link on the host that has the attachment's alias. `None`
+/// the container's own. `host_link` is the link on the host that has the attachment's alias. Fails
 /// if a living container has a wanted port.
 fn plan_family(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
     host_link: Option<&str>,
     search: &mut ConflictSearch<'_>,
-) -> Result<Option<Edit>> {
+) -> Result<Edit> {
     let mut edit = Edit::new();
     let candidate_jumps = candidate_jumps(nat, request)?;
     if request.wanted.policy == Policy::RefuseIfAlive {
         plan_displacement(nat, request, &candidate_jumps, search, &mut edit)?;
-        if search.held.is_some() {
-            return Ok(None);
-        }
     }
     plan_shared_rules(nat, request.wanted, &mut edit)?;
     for older in plan_own_rules(nat, request, &candidate_jumps, host_link, &mut edit)? {
         search.remark(older_mapping_remark(&older));
     }
-    Ok(Some(edit))
+    Ok(edit)
 }
 
 /// Whether a section of the container's chain belongs to this attachment: its marker names the

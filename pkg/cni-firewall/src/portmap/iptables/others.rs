@@ -14,17 +14,17 @@ use crate::Backend;
 use crate::engine::Store;
 use crate::iptables::{Edit, Iptables, Rule, Variant};
 use cni::AttachmentId;
-use cni_linux::error::Result;
+use cni_linux::error::{Error, Result};
 
 /// Looks for a living container that has a wanted port, in the tables in which the ADD makes no
 /// rules: those of both variants or, if `written` is iptables, those of the variant that it does
-/// not use. Stops at the first such container. Until then, removes rules of dead containers that
+/// not use. Fails at the first such container. Until then, removes rules of dead containers that
 /// lead to the container's addresses. In a family without a mapping, iptables-legacy is not read,
 /// because that would cost a process.
 ///
 /// # Errors
-/// If tables cannot be read, or on SIGTERM. If stale rules cannot be removed, or iptables-legacy
-/// cannot be read, only adds a remark.
+/// If a living container has a wanted port, if tables cannot be read, or on SIGTERM. If stale rules
+/// cannot be removed, or iptables-legacy cannot be read, only adds a remark.
 pub(in super::super) fn search_other_tables(
     store: &Store<'_>,
     search: &mut ConflictSearch<'_>,
@@ -42,18 +42,21 @@ pub(in super::super) fn search_other_tables(
             }
             let name = format!("{}-{variant}", program_name(family));
             search.begin_in_other_tables(&name);
-            match search_table(&mut iptables, &request, variant, search) {
-                Err(error) if variant == Variant::Legacy && !error.is_terminated() => search.add_remark(format!(
+            match search.remarks_of(|search| search_table(&mut iptables, &request, variant, search)) {
+                Err(error) if variant == Variant::Legacy && !must_fail(&error) => search.add_remark(format!(
                     "{name} has a table nat, but it was not searched for other containers' host ports: {error}"
                 )),
                 result => result?,
             }
-            if search.held.is_some() {
-                return Ok(());
-            }
         }
     }
     Ok(())
+}
+
+/// Whether the ADD must fail with this error of a search, instead of continuing with a remark: a
+/// living container has a wanted port, or a signal ended a wait.
+fn must_fail(error: &Error) -> bool {
+    error.is_held() || error.is_terminated()
 }
 
 /// Searches the table of one family and variant, and removes the stale rules. Takes the lock only
@@ -64,17 +67,11 @@ fn search_table(
     variant: Variant,
     search: &mut ConflictSearch<'_>,
 ) -> Result<()> {
-    let begin = search.remark_count();
     let plan = |nat: &mut Chains<'_>, search: &mut ConflictSearch<'_>| {
         // Jumps are found by port numbers, so without a port there are none to find.
         let jumps = if request.claims.is_empty() { Vec::new() } else { candidate_jumps(nat, request)? };
         let mut edit = Edit::new();
         plan_displacement(nat, request, &jumps, search, &mut edit)?;
-        if search.held.is_some() {
-            // Nothing is changed.
-            search.forget_since(begin);
-            return Ok(Edit::new());
-        }
         Ok(edit)
     };
     let edit = plan(&mut iptables.read(request.family, variant)?, search)?;
@@ -82,7 +79,7 @@ fn search_table(
         return Ok(());
     }
     match iptables.change(request.family, variant, |nat| plan(nat, search)) {
-        Err(error) if error.is_terminated() => return Err(error),
+        Err(error) if must_fail(&error) => return Err(error),
         Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
         Ok(()) => {}
     }
@@ -90,10 +87,9 @@ fn search_table(
 }
 
 /// Adds to `edit` the removal of dead containers' rules: those that lead to this container's
-/// address and, in the tables in which the ADD makes its rules, those for the wanted ports. If a
-/// living container has a wanted port, stops; then `edit` must not be applied. `candidate_jumps`
-/// are the rules of [`DNAT`] that may be for the ports. If the search by address fails, adds a
-/// remark instead of failing.
+/// address and, in the tables in which the ADD makes its rules, those for the wanted ports. Fails
+/// if a living container has a wanted port. `candidate_jumps` are the rules of [`DNAT`] that may be
+/// for the ports. If the search by address fails for another reason, only adds a remark.
 pub(super) fn plan_displacement(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
@@ -110,24 +106,23 @@ pub(super) fn plan_displacement(
         let can_match = request.claims.iter().any(|claim| jump.can_match(claim));
         if is_of_other_container(&jump.chain) && can_match && searched_chains.insert(jump.chain.clone()) {
             plan_displacement_in_chain(nat, request, &jump.chain, search, edit)?;
-            if search.held.is_some() {
-                return Ok(());
-            }
         }
     }
-    // The wanted ports work even if rules for other ports lead to this container too, so the ADD
-    // does not fail.
-    if let Err(error) = plan_displacement_by_address(nat, request, &searched_chains, search, edit) {
-        search.remark(format_args!(
+    match plan_displacement_by_address(nat, request, &searched_chains, search, edit) {
+        Err(error) if error.is_held() => return Err(error),
+        // The wanted ports work even if rules for other ports lead to this container too, so the
+        // ADD does not fail.
+        Err(error) => search.remark(format_args!(
             "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
             request.container.address()
-        ));
+        )),
+        Ok(()) => {}
     }
     Ok(())
 }
 
 /// Does [`plan_displacement`] for the other containers' chains that lead to this container's
-/// address, except `searched_chains`. Fails if other processes keep changing rules.
+/// address, except `searched_chains`. Also fails if other processes keep changing rules.
 fn plan_displacement_by_address(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
@@ -142,9 +137,6 @@ fn plan_displacement_by_address(
         nat.with_few_retries(|nat| {
             search.remarks_of(|search| plan_displacement_in_chain(nat, request, &chain, search, edit))
         })?;
-        if search.held.is_some() {
-            break;
-        }
     }
     Ok(())
 }
@@ -169,9 +161,6 @@ fn plan_displacement_in_chain(
                 Some(holder) => search.decide_removal(holder)?,
                 None => false,
             };
-            if search.held.is_some() {
-                return Ok(());
-            }
             let part = if is_removed { &mut removed_part } else { &mut kept_part };
             part.mappings.push(mapping.clone());
         }

@@ -144,10 +144,10 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
         let folders = Folders::new(std::env::var_os("PATH")).with_lock_folder(locks.path());
         let mut portmap = PortMap::new(&machine, Notes::silent());
         portmap.store.folders = folders;
-        let mut changed = false;
-        assert_eq!(portmap.ensure(&wanted, Backend::Iptables, &mut changed).unwrap(), None);
+        let mut changed = None;
+        portmap.ensure(&wanted, Some(Backend::Iptables), &mut changed).unwrap();
         let has_chain = || shell("iptables-save -t nat").contains(&shape::chain_name(&wanted.attachment));
-        assert!(changed && has_chain());
+        assert!(changed == Some(Backend::Iptables) && has_chain());
         let lock = NetnsLock::acquire(&machine, OnSigterm::Kill, locks.path(), Duration::from_secs(30)).unwrap();
         nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), nix::sys::signal::Signal::SIGTERM).unwrap();
         assert!(machine.terminated());
@@ -169,7 +169,6 @@ fn remarks_of_search(machine: &dyn Machine, folders: Option<Folders>, wanted: &F
     store.folders = folders.unwrap_or(store.folders);
     let mut search = ConflictSearch::new(wanted);
     search_other_tables(&store, &mut search, None).unwrap();
-    assert_eq!(search.held, None);
     search.take_remarks()
 }
 

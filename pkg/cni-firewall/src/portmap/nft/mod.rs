@@ -16,13 +16,13 @@ use std::net::IpAddr;
 use super::conditions;
 use super::conflict::ConflictSearch;
 use super::identity::{self, HostLink, Identity, Ownership};
-use super::{ClaimedPort, FamilyRequest, Holder, Policy, Snat, older_mapping_remark};
+use super::{ClaimedPort, FamilyRequest, Holder, Policy, Refusal, Snat, older_mapping_remark};
 use crate::engine::{self, Store};
 use crate::nft::{Batch, Expr, Key, Nft, Rule};
 use crate::owner::{AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
-use cni_linux::error::{Error, Result};
+use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 mod check;
@@ -37,27 +37,6 @@ use program::ProgramMappings;
 use shape::{CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
 use state::{ContainerRule, Shared, read_all_rules, read_rules, rules_naming_container};
 
-/// The reason why host ports could not be mapped.
-#[derive(Debug)]
-pub enum Refusal {
-    /// The kernel's error, or that of a program of iptables. With the nftables backend,
-    /// [`Error::is_unsupported`] if the kernel has no nf_tables, or no NAT in it.
-    Kernel(Error),
-    /// Conditions that neither portmap nor the program `nft` understands.
-    Condition {
-        /// The first token that is not understood.
-        token: String,
-        /// The reason, or the error of the program `nft`.
-        why: String,
-    },
-}
-
-impl From<Error> for Refusal {
-    fn from(error: Error) -> Refusal {
-        Refusal::Kernel(error)
-    }
-}
-
 /// The request of an ADD in one family, and what exists there.
 struct FamilyPlan<'w> {
     request: FamilyRequest<'w>,
@@ -66,7 +45,7 @@ struct FamilyPlan<'w> {
 }
 
 /// Replaces the attachment's rules in one transaction. If a living container has a wanted port,
-/// changes nothing. Mappings whose conditions [`conditions`] does not compile are written
+/// fails and changes nothing. Mappings whose conditions [`conditions`] does not compile are written
 /// afterwards by the program `nft`.
 pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed: &mut bool) -> Result<(), Refusal> {
     let wanted = search.wanted;
@@ -80,7 +59,6 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
     let begin = search.remark_count();
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let (mut plans, mut dead_rules) = (Vec::new(), Vec::new());
-        search.held = None;
         search.forget_since(begin);
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
         // looks for them.
@@ -90,9 +68,6 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
             if wanted.policy == Policy::RefuseIfAlive {
                 dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
                 remark_older_mappings(&rules, &request, &identity, search);
-            }
-            if search.held.is_some() {
-                return Ok(());
             }
             plans.push(FamilyPlan { request, shared, rules });
         }
@@ -106,20 +81,23 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
         Ok(())
     };
     store.ensure_in_nftables(plan, changed)?;
-    if search.held.is_none() {
-        for mappings in &program_mappings {
-            *changed = true;
-            mappings.run(store.machine)?;
-        }
+    for mappings in &program_mappings {
+        *changed = true;
+        mappings.run(store.machine)?;
     }
     Ok(())
 }
 
-/// Looks, in both families, for a living container that has a wanted port. If there is none,
-/// removes the rules of dead containers that lead to the container's addresses; a failure to do so
-/// is only a remark. For an ADD that makes its own rules with iptables or has no mappings.
+/// Fails if a living container has a wanted port, in either family. If none has, removes the rules
+/// of dead containers that lead to the container's addresses; a failure to do so is only a remark.
+/// For an ADD that makes its own rules with iptables or has no mappings.
 pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()> {
     search.begin_in_other_tables("nftables");
+    search.remarks_of(remove_stale_rules)
+}
+
+/// Does [`search_other_tables`].
+fn remove_stale_rules(search: &mut ConflictSearch<'_>) -> Result<()> {
     let mut nft = Nft::open()?;
     // Mostly there is nothing to remove. Then one reading of each list is enough.
     nft.wait_for_generation()?;
@@ -132,25 +110,21 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
         delete_rules(batch, &find_dead_rules(nft, search)?);
         Ok(())
     };
-    if let Err(error) = engine::change(&mut nft, plan) {
-        search.remark(format_args!("the stale host port rules were not removed: {error}"));
+    match engine::change(&mut nft, plan) {
+        Err(error) if error.is_held() => return Err(error),
+        Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
+        Ok(_) => {}
     }
     Ok(())
 }
 
 /// Returns the rules of dead containers that must be removed, in all families in which the
-/// container has an address; none if a living container has a wanted port.
+/// container has an address. Fails if a living container has a wanted port.
 fn find_dead_rules(nft: &mut Nft, search: &mut ConflictSearch<'_>) -> Result<Vec<ContainerRule>> {
     let (identity, mut dead_rules) = (Identity::new(&search.wanted.attachment), Vec::new());
-    let begin = search.remark_count();
-    search.held = None;
     for request in search.wanted.families_with_address() {
         let rules = state::read_conflicting(nft, &request)?;
         dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
-        if search.held.is_some() {
-            search.forget_since(begin);
-            return Ok(Vec::new());
-        }
     }
     Ok(dead_rules)
 }
@@ -170,8 +144,10 @@ fn delete_rules(batch: &mut Batch, rules: &[ContainerRule]) {
     }
 }
 
-/// Returns the rules of dead containers that must be removed; stops at the first living container
-/// that has a wanted port. Fails if the host's links cannot be read.
+/// Returns the rules of dead containers that must be removed.
+///
+/// # Errors
+/// Those of [`ConflictSearch::decide_removal`].
 fn dead_rules_among(
     rules: &[ContainerRule],
     request: &FamilyRequest<'_>,
@@ -184,9 +160,6 @@ fn dead_rules_among(
         let Some(holder) = holder_of(&found.listed.rule, request, identity) else { continue };
         if search.decide_removal(holder)? {
             dead_rules.push(found.clone());
-        }
-        if search.held.is_some() {
-            return Ok(dead_rules);
         }
     }
     // With the mappings of a dead container to this address, its masquerading rules for the
