@@ -46,11 +46,6 @@ impl Log {
         environment
     }
 
-    /// Returns the length of the log in bytes, or 0 if it is not known.
-    fn len(&self) -> u64 {
-        self.file.metadata().map(|metadata| metadata.len()).unwrap_or_default()
-    }
-
     /// Returns the log's text from the offset `begin` on. Returns an empty text if the log cannot
     /// be read, because the verb must not fail for lack of a log.
     fn text_from(&self, begin: u64) -> String {
@@ -116,7 +111,9 @@ impl Machine for Recorder<'_> {
     }
 
     fn run(&self, child: &Child<'_>) -> Result<Output, RunError> {
-        let (log_begin, started) = (self.log.len(), Instant::now());
+        // Where the lines of this run begin in the log.
+        let log_begin = self.log.file.metadata().map(|metadata| metadata.len()).unwrap_or_default();
+        let started = Instant::now();
         let output = self.machine.run(child);
         // Rounded to microseconds, as in the log.
         let ms = (started.elapsed().as_secs_f64() * 1e6).round() / 1e3;

@@ -61,16 +61,12 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
         && attachments.is_empty()
         && left_over.is_empty()
     {
-        let (of_container, hint) = match &args.container {
-            Some(id) => {
-                let known: Vec<&str> = cached.iter().map(|entry| entry.attachment.container_id.as_str()).collect();
-                (format!(" of container {id}"), did_you_mean(id, &known))
-            }
-            None => {
-                let known: Vec<&str> = snapshot.networks.iter().map(NetworkList::name).collect();
-                (String::new(), did_you_mean(network, &known))
-            }
+        let known: Vec<&str> = match args.container {
+            Some(_) => cached.iter().map(|entry| entry.attachment.container_id.as_str()).collect(),
+            None => snapshot.networks.iter().map(NetworkList::name).collect(),
         };
+        let hint = did_you_mean(args.container.as_ref().unwrap_or(network), &known);
+        let of_container = args.container.as_ref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let msg = format!("nothing{of_container} is attached to network {network:?}, and nothing is left over{hint}");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));
     }

@@ -31,7 +31,11 @@ pub(super) fn check(document: &Value, problems_everywhere: &[Problem], context: 
     if !has_error(problems_everywhere) && problems.is_empty() {
         problems.extend(check_status(document, &runtime));
     }
-    problems.extend(default_route_losses(&list, document));
+    // A host-device plugin may move the interface with the host's only default routes.
+    problems.extend(confs_of_type(&list, "host-device").filter_map(|(index, conf)| {
+        let (key, what) = plugin_host_device::lost_default_route(&conf)?;
+        Some(warning(document, index, key, what))
+    }));
     problems.extend(conflicts(&list, document, context));
     problems
 }
@@ -78,16 +82,6 @@ fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
     }
     let error = runtime.status(&list).err()?;
     Some(Problem::error("", format!("this host cannot handle an ADD: {error}")))
-}
-
-/// Returns a warning for each host-device plugin that would move the interface with the host's only
-/// default routes into a container.
-fn default_route_losses(list: &NetworkList, document: &Value) -> Vec<Problem> {
-    let lost = |(index, conf)| {
-        let (key, what) = plugin_host_device::lost_default_route(&conf)?;
-        Some(warning(document, index, key, what))
-    };
-    confs_of_type(list, "host-device").filter_map(lost).collect()
 }
 
 /// Returns the ranges of a network, each with its plugin's index and, for cluster-local, the name
