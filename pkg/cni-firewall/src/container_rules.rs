@@ -12,7 +12,8 @@ use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
 use super::forward;
-use super::forward::records::{Record, RecordChain};
+use super::forward::owner::Record;
+use super::forward::records::RecordChain;
 use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{self, Listed, Nft, Table};

@@ -38,7 +38,7 @@ use cni_linux::error::Result;
 
 use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, jump, match_family, set_of};
 use super::owner::{self, OwnedAddress};
-use super::records::{Object, Record, RecordChain};
+use super::records::{NftRecord, Object, RecordChain};
 use crate::engine;
 use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, icmpv6_types, in_set, l4proto, masked, saddr};
 use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Rule, Table, decode};
@@ -187,11 +187,13 @@ pub(super) fn ensure(
         let chain = find_records(nft)?;
         let records = chain.records(nft)?;
         // All of an owner's addresses, also the link-local one, which was not allocated again.
-        let outdated = owner::outdated_records(records.iter().map(|record| record.owned.clone()), owner, &own)?;
-        let outdated: BTreeSet<&str> = outdated.iter().map(|record| record.owner.as_str()).collect();
-        let is_replaced = |record: &Record| record.owned.owner == owner && !wanted.contains(&record.owned);
-        let is_removed = |record: &&Record| is_replaced(record) || outdated.contains(record.owned.owner.as_str());
-        let removed: Vec<&Record> = records.iter().filter(is_removed).collect();
+        let outdated = owner::outdated_records(&records, owner, &own)?;
+        let outdated: BTreeSet<&str> = outdated.into_iter().map(|owned| owned.owner.as_str()).collect();
+        let is_removed = |record: &&NftRecord| match record.owned.owner.as_str() {
+            of_record if of_record == owner => !wanted.contains(&record.owned),
+            of_record => outdated.contains(of_record),
+        };
+        let removed: Vec<&NftRecord> = records.iter().filter(is_removed).collect();
         chain.remove(nft, batch, &removed, wanted)?;
         if let Some(egress) = egress {
             add(nft, batch, owner, egress)?;

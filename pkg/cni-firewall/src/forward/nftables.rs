@@ -30,8 +30,8 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::entry_chain::EntryChain;
-use super::owner::{Ingress, OwnedAddress};
-use super::records::{Object, RecordChain, Wanted};
+use super::owner::{Ingress, OwnedAddress, Wanted};
+use super::records::{Object, RecordChain};
 use super::{Written, egress};
 use crate::engine;
 use crate::nft::expr::{

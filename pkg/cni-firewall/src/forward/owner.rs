@@ -96,6 +96,50 @@ pub(crate) const NAME: OwnerForm = OwnerForm {
     prefixes: |network| vec![AttachmentId::network_prefix(network), AttachmentId::network_prefix(&hashed(network))],
 };
 
+/// An existing record.
+#[derive(Clone, Debug)]
+pub(crate) struct Record<R> {
+    /// The rule: with iptables as it was read, with nftables its handle.
+    pub(super) rule: R,
+    /// What it records.
+    pub(crate) owned: OwnedAddress,
+}
+
+/// The addresses that an ADD records.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    /// The [`name`] of the attachment.
+    pub(super) owner: &'a str,
+    /// All its addresses.
+    pub(super) addresses: &'a [OwnedAddress],
+    /// Those of which the table has a record.
+    pub(super) in_table: &'a [OwnedAddress],
+}
+
+impl Wanted<'_> {
+    /// Returns those of a table's `records` that the ADD removes: those of the attachment that are
+    /// not wanted, and the [outdated](outdated_records) ones. Sets `replaced` to true if the
+    /// attachment has any record, or if there are outdated ones.
+    ///
+    /// # Errors
+    /// As [`outdated_records`].
+    pub(super) fn stale_records<'r, R>(
+        &self,
+        records: &'r [Record<R>],
+        replaced: &mut bool,
+    ) -> Result<Vec<&'r Record<R>>> {
+        let outdated: BTreeSet<_> = outdated_records(records, self.owner, self.addresses)?.into_iter().collect();
+        let wanted: BTreeSet<&OwnedAddress> = self.in_table.iter().collect();
+        let is_own = |record: &Record<R>| record.owned.owner == self.owner;
+        *replaced |= !outdated.is_empty() || records.iter().any(is_own);
+        let is_stale = |record: &&Record<R>| match is_own(record) {
+            true => !wanted.contains(&record.owned),
+            false => outdated.contains(&record.owned),
+        };
+        Ok(records.iter().filter(is_stale).collect())
+    }
+}
+
 /// Returns those of `records` that attachments without a DEL have left for one of `addresses`,
 /// which the IPAM plugin has just given to the attachment `owner`: a network gives an address to
 /// one container at a time. The record of an attachment that has a link on the host is not
@@ -103,14 +147,14 @@ pub(crate) const NAME: OwnerForm = OwnerForm {
 ///
 /// # Errors
 /// If the links of the host cannot be read, which is only necessary if there is such a record.
-pub(super) fn outdated_records(
-    records: impl IntoIterator<Item = OwnedAddress>,
+pub(super) fn outdated_records<'r, R>(
+    records: &'r [Record<R>],
     owner: &str,
     addresses: &[OwnedAddress],
-) -> Result<Vec<OwnedAddress>> {
+) -> Result<Vec<&'r OwnedAddress>> {
     let network = |owner: &str| owner.split('/').next().map(str::to_owned);
     let addresses: BTreeSet<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
-    let mut outdated: Vec<OwnedAddress> = records.into_iter().collect();
+    let mut outdated: Vec<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
     outdated.retain(|record| {
         record.owner != owner && network(&record.owner) == network(owner) && addresses.contains(&record.address)
     });

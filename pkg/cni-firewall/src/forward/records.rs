@@ -11,7 +11,7 @@ use cni_linux::route;
 
 use super::iptables::read_record;
 use super::nftables::{match_family, require_match};
-use super::owner::{self, Ingress, OwnedAddress};
+use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
 use super::{Written, egress};
 use crate::iptables::rule_in_words;
 use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
@@ -116,26 +116,12 @@ impl Object {
     }
 }
 
-/// A record.
-pub(crate) struct Record {
-    handle: u64,
-    pub(crate) owned: OwnedAddress,
-}
+/// A record in nf_tables, with the rule's handle.
+pub(crate) type NftRecord = Record<u64>;
 
-impl Record {
-    fn read(listed: &Listed) -> Option<Record> {
-        Some(Record { handle: listed.handle, owned: read(listed)? })
-    }
-}
-
-/// The addresses that an ADD records.
-pub(super) struct Wanted<'a> {
-    /// The name of the attachment.
-    pub(super) owner: &'a str,
-    /// All its addresses.
-    pub(super) addresses: &'a [OwnedAddress],
-    /// Those that the table has a record of.
-    pub(super) in_table: &'a [OwnedAddress],
+/// Returns the records among these rules.
+fn records_among(rules: &[Listed]) -> Vec<NftRecord> {
+    rules.iter().filter_map(|listed| Some(Record { rule: listed.handle, owned: read(listed)? })).collect()
 }
 
 /// How many addresses are searched for. For more, every record is read, because each record that is
@@ -178,9 +164,9 @@ impl RecordChain {
     }
 
     /// Returns the records of all attachments.
-    pub(crate) fn records(&self, nft: &mut Nft) -> Result<Vec<Record>> {
+    pub(crate) fn records(&self, nft: &mut Nft) -> Result<Vec<NftRecord>> {
         let Some(chain) = &self.chain else { return Ok(Vec::new()) };
-        Ok(nft.rules(self.table(), &chain.name)?.iter().filter_map(Record::read).collect())
+        Ok(records_among(&nft.rules(self.table(), &chain.name)?))
     }
 
     /// Returns the records of the attachment `owner` and those of the addresses. The result can
@@ -192,19 +178,19 @@ impl RecordChain {
         owner: Option<&str>,
         addresses: impl ExactSizeIterator<Item = IpAddr>,
         appends: bool,
-    ) -> Result<Vec<Record>> {
+    ) -> Result<Vec<NftRecord>> {
         let Some(chain) = self.chain.as_ref().filter(|_| addresses.len() <= SEARCHED_MAX) else {
             return self.records(nft);
         };
         let wanted: Vec<Key> = owner.map(Key::comment).into_iter().chain(addresses.map(Key::address)).collect();
         let search = Search { keys_of: keys, appended: &[], wanted: &wanted, reads_all_if_missing: !appends };
         let rules = nft.rules_with_keys(self.table(), chain, search)?;
-        Ok(rules.iter().filter_map(Record::read).collect())
+        Ok(records_among(&rules))
     }
 
     /// Adds to `batch` the changes after which the table has exactly the `wanted` records of the
-    /// attachment, and none of the [outdated ones](owner::outdated_records) of its addresses. Sets
-    /// the fields of `written`. The chain must exist, or `batch` must create it.
+    /// attachment. Removes the [stale records](Wanted::stale_records). Sets the fields of
+    /// `written`. The chain must exist, or `batch` must create it.
     pub(super) fn ensure(
         &self,
         nft: &mut Nft,
@@ -212,15 +198,11 @@ impl RecordChain {
         wanted: &Wanted<'_>,
         written: &mut Written,
     ) -> Result<()> {
-        let Wanted { owner, addresses, in_table } = wanted;
-        let records = self.search(nft, Some(owner), addresses.iter().map(|owned| owned.address), true)?;
-        let outdated = owner::outdated_records(records.iter().map(|record| record.owned.clone()), owner, addresses)?;
-        let is_own = |record: &Record| record.owned.owner == *owner;
-        written.replaced |= !outdated.is_empty() || records.iter().any(is_own);
-        let is_replaced = |record: &&Record| is_own(record) && !in_table.contains(&record.owned);
-        let removed = records.iter().filter(|record| is_replaced(record) || outdated.contains(&record.owned));
-        self.remove(nft, batch, &removed.collect::<Vec<&Record>>(), in_table)?;
-        written.changed |= self.add(nft, batch, &records, in_table)?;
+        let addresses = wanted.addresses.iter().map(|owned| owned.address);
+        let records = self.search(nft, Some(wanted.owner), addresses, true)?;
+        let stale = wanted.stale_records(&records, &mut written.replaced)?;
+        self.remove(nft, batch, &stale, wanted.in_table)?;
+        written.changed |= self.add(nft, batch, &records, wanted.in_table)?;
         Ok(())
     }
 
@@ -234,7 +216,7 @@ impl RecordChain {
             AttachmentFilter::Garbage { .. } => self.records(nft)?,
         };
         let removed = records.iter().filter(|record| selected.contains(&record.owned.owner));
-        self.remove(nft, batch, &removed.collect::<Vec<&Record>>(), &[])
+        self.remove(nft, batch, &removed.collect::<Vec<&NftRecord>>(), &[])
     }
 
     /// Adds to `batch` the removal of the records `removed`, and of the objects that neither a
@@ -243,11 +225,11 @@ impl RecordChain {
         &self,
         nft: &mut Nft,
         batch: &mut Batch,
-        removed: &[&Record],
+        removed: &[&NftRecord],
         staying: &[OwnedAddress],
     ) -> Result<()> {
         for record in removed {
-            batch.delete_rule(self.table(), self.name, record.handle);
+            batch.delete_rule(self.table(), self.name, record.rule);
         }
         for object in self.unneeded_objects(nft, removed, staying)? {
             object.purge(nft, batch, self.table())?;
@@ -261,7 +243,7 @@ impl RecordChain {
         &self,
         nft: &mut Nft,
         batch: &mut Batch,
-        records: &[Record],
+        records: &[NftRecord],
         wanted: &[OwnedAddress],
     ) -> Result<bool> {
         let (mut is_missing, mut ensured) = (false, BTreeSet::new());
@@ -284,7 +266,7 @@ impl RecordChain {
     fn unneeded_objects(
         &self,
         nft: &mut Nft,
-        removed: &[&Record],
+        removed: &[&NftRecord],
         staying: &[OwnedAddress],
     ) -> Result<BTreeSet<Object>> {
         let mut objects = BTreeSet::new();
@@ -301,8 +283,8 @@ impl RecordChain {
         } else {
             self.records(nft)?
         };
-        let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.handle).collect();
-        let remaining = others.iter().filter(|record| !removed_handles.contains(&record.handle));
+        let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.rule).collect();
+        let remaining = others.iter().filter(|record| !removed_handles.contains(&record.rule));
         for owned in remaining.map(|record| &record.owned).chain(staying) {
             for object in (self.objects)(owned)? {
                 objects.remove(&object);

@@ -9,8 +9,8 @@ use std::net::IpAddr;
 
 use super::Written;
 use super::nftables::{OWN_TABLE, OWN_TABLE_COMMENT};
-use super::owner::{self, OwnedAddress};
-use super::records::{RecordChain, Wanted};
+use super::owner::{self, OwnedAddress, Wanted};
+use super::records::RecordChain;
 use crate::engine;
 use crate::nft::{Batch, Family, Nft, Table};
 use crate::owner::AttachmentFilter;

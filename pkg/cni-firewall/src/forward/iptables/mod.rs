@@ -31,7 +31,7 @@ use std::net::IpAddr;
 use cni_linux::error::Result;
 
 use super::Written;
-use super::owner::{self, OwnedAddress};
+use super::owner::{self, OwnedAddress, Record, Wanted};
 use crate::iptables::{Chains, Edit, Part, Rule, SearchFor};
 use crate::nft::RulePosition::{self, First, Last};
 use crate::owner::{AttachmentFilter, Untagged};
@@ -49,17 +49,9 @@ use shape::{
 };
 pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_record};
 
-/// A rule of [`OWNERS`] and what it records.
-struct Record {
-    rule: Rule,
-    owned: OwnedAddress,
-}
-
-impl Record {
-    /// Reads a rule of [`OWNERS`]; `None` if it is not a record.
-    fn read(rule: &Rule) -> Option<Record> {
-        Some(Record { rule: rule.clone(), owned: read_record(rule)? })
-    }
+/// Returns the records among these rules of [`OWNERS`].
+fn records_among(rules: &[Rule]) -> Vec<Record<Rule>> {
+    rules.iter().filter_map(|rule| Some(Record { rule: rule.clone(), owned: read_record(rule)? })).collect()
 }
 
 /// How many addresses are searched for in a chain. For more, every rule is read, because the search
@@ -155,7 +147,7 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, copies: &[Rule]) {
 }
 
 /// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
-/// the family of `filter`. Removes the [outdated records](owner::outdated_records) of `addresses`.
+/// the family of `filter`. Removes the [stale records](Wanted::stale_records).
 /// Adds to `written.accepted_for_others` the addresses that are accepted but have no record: the Go
 /// plugin wrote these rules. Sets `written.replaced`.
 pub(super) fn ensure(
@@ -176,7 +168,7 @@ pub(super) fn ensure(
     let existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Append)?;
     let ips = addresses.iter().map(|owned| owned.address);
     let found = find_rules_of(filter, OWNERS, ips, Some(Part::Comment(owner)), SearchFor::Append)?;
-    let records: Vec<Record> = found.iter().filter_map(Record::read).collect();
+    let records = records_among(&found);
     for (chain, words, position) in required_rules(addresses, admin_chain) {
         let copies = existing.find(chain, &words);
         delete_duplicates(&mut edit, chain, copies);
@@ -202,14 +194,8 @@ pub(super) fn ensure(
             edit.append(OWNERS, record_rule(owned));
         }
     }
-    let wanted: BTreeSet<&OwnedAddress> = addresses.iter().collect();
-    let all_owned = records.iter().map(|record| record.owned.clone());
-    let outdated: BTreeSet<OwnedAddress> = owner::outdated_records(all_owned, owner, addresses)?.into_iter().collect();
-    let is_own = |record: &Record| record.owned.owner == owner;
-    written.replaced |= !outdated.is_empty() || records.iter().any(is_own);
-    let is_replaced = |record: &&Record| is_own(record) && !wanted.contains(&record.owned);
-    let is_stale = |record: &&Record| is_replaced(record) || outdated.contains(&record.owned);
-    let stale_records: Vec<&Record> = records.iter().filter(is_stale).collect();
+    let wanted = Wanted { owner, addresses, in_table: addresses };
+    let stale_records = wanted.stale_records(&records, &mut written.replaced)?;
     let removal = Removal { records: &stale_records, staying: addresses, ..Removal::default() };
     removal.add_to(&mut edit, filter)?;
     Ok(edit)
@@ -270,9 +256,8 @@ pub(super) fn purge(
     filter.has_chain(OWNERS)?;
     let found = filter.find_rules(OWNERS, &parts, SearchFor::Compare, |rule| rule.target().is_none())?;
     // The search also finds names that contain a beginning.
-    let records: Vec<Record> =
-        found.iter().filter_map(Record::read).filter(|record| selected.contains(&record.owned.owner)).collect();
-    let records: Vec<&Record> = records.iter().collect();
+    let records = records_among(&found);
+    let records: Vec<_> = records.iter().filter(|record| selected.contains(&record.owned.owner)).collect();
     let unrecorded_addresses = match selection {
         AttachmentFilter::One { untagged: Untagged::Covering(addresses), .. } => addresses,
         _ => &[],

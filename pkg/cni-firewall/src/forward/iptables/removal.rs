@@ -7,16 +7,16 @@ use std::net::IpAddr;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-use super::super::owner::{Ingress, OwnedAddress};
+use super::super::owner::{Ingress, OwnedAddress, Record};
 use super::shape::{STAGE_2, accept_rules, address_rules, isolation_rules, read_record, redirected_rule};
-use super::{CNI_FORWARD, OWNERS, Record, STAGE_1, find_rules_of};
+use super::{CNI_FORWARD, OWNERS, STAGE_1, find_rules_of};
 use crate::iptables::{Chains, Edit, Rule, SearchFor, single_address};
 
 /// The records and addresses whose rules are removed.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Removal<'r> {
     /// Rules of [`OWNERS`], with all copies of each.
-    pub(super) records: &'r [&'r Record],
+    pub(super) records: &'r [&'r Record<Rule>],
     /// Further addresses, of either family, whose rules may have no record.
     pub(super) unrecorded_addresses: &'r [IpAddr],
     /// Addresses that keep their rules even if a removed record names them.
