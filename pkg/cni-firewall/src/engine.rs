@@ -11,10 +11,50 @@ use cni::rollback::Notes;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
-use crate::iptables::{Chains, Cleaned, Edit, Folders, Iptables, Reading, Table};
-use crate::nft::{Batch, Nft, raced};
+use crate::Backend;
+use crate::iptables::{Chains, Edit, FAMILIES, Folders, Iptables, Table, Variant};
+use crate::nft::{self, BaseChain, Batch, Hook, Kind, Nft, raced};
 use crate::owner::AttachmentFilter;
-use crate::{Backend, nft_usable, retry};
+
+/// Whether the kernel has nf_tables with NAT, which masquerading and port mappings need.
+///
+/// Makes the kernel check the creation of a NAT chain without creating it ([`Nft::rehearse`]),
+/// which takes about 10 ms.
+///
+/// # Errors
+/// The kernel refuses the check although it has nf_tables with NAT, for example because a privilege
+/// is missing.
+pub fn nft_usable() -> Result<bool> {
+    let table = nft::Table { family: nft::Family::Inet, name: "cni_probe" };
+    let mut batch = Batch::new();
+    batch.ensure_table(table, None);
+    let nat = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
+    batch.ensure_base_chain(table, "probe", nat, None);
+    match Nft::open().and_then(|mut nft| nft.rehearse(batch)) {
+        Ok(()) => Ok(true),
+        Err(error) if error.is_unsupported() => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The maximum number of tries of a change that fails because the ruleset has changed since it was
+/// read ([`Batch::only_at`]). Of n processes that change rules at once, each fails at most n - 1
+/// times, and a failed try costs little.
+const TRIES_MAX: usize = 1024;
+
+/// Calls `change`, which reads rules and changes them with [`Batch::only_at`], and returns its
+/// result. If it fails because another process has changed the rules in between, calls it again, a
+/// limited number of times. Any other error is final: the kernel checks for changed rules first.
+pub(crate) fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 0..TRIES_MAX {
+        match change() {
+            Err(error) if raced(&error) => {}
+            result => return result,
+        }
+    }
+    let cause = Cause::text(format!("other processes changed the rules during each of {TRIES_MAX} attempts"));
+    Err(Error::new("failed to change nftables", cause))
+}
 
 /// Makes the changes that `plan` adds to a batch of nf_tables, in one transaction. Returns whether
 /// there were any.
@@ -214,24 +254,45 @@ impl<'m> Store<'m> {
         &self,
         filter: AttachmentFilter<'_>,
         chains: &[&str],
-        plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
-        let reading = match filter {
-            AttachmentFilter::One { .. } => Reading::UnderLock,
-            AttachmentFilter::Garbage { .. } => Reading::BeforeLock,
-        };
         let mut iptables = self.open(OnSigterm::Finish)?;
-        let Cleaned { unreached, outcome } = iptables.clean(chains, reading, plan);
-        self.open_iptables.borrow_mut().push(iptables);
-        for (family, variant) in unreached {
-            self.notes.note(format_args!(
-                "{} may be left in table {} of iptables-{variant} for {family}: its programs, which could read the \
-                 table, are not installed",
-                self.rules,
-                self.table.name()
-            ));
+        let mut errors = Vec::new();
+        for family in FAMILIES {
+            let variants = iptables.variants_to_search(family, chains).unwrap_or_else(|error| {
+                errors.push(error);
+                // iptables-nft cannot be read; iptables-legacy can be, with its own programs.
+                vec![Variant::Legacy]
+            });
+            for variant in variants {
+                let result = match (iptables.can_remove(family, variant), filter) {
+                    (Err(error), _) => Err(error),
+                    (Ok(false), _) => {
+                        self.note_unread(family, variant);
+                        Ok(())
+                    }
+                    // GC reads the rules of all attachments. The save program of iptables-legacy
+                    // prints the whole table in any case.
+                    (Ok(true), AttachmentFilter::Garbage { .. }) if variant == Variant::Nft => {
+                        iptables.remove_from_nft(family, &mut plan)
+                    }
+                    (Ok(true), _) => iptables.change(family, variant, &mut plan),
+                };
+                errors.extend(result.err());
+            }
         }
-        outcome
+        self.open_iptables.borrow_mut().push(iptables);
+        Error::join(errors)
+    }
+
+    /// Writes a note that rules may be left in a table that cannot be read.
+    fn note_unread(&self, family: Family, variant: Variant) {
+        self.notes.note(format_args!(
+            "{} may be left in table {} of iptables-{variant} for {family}: its programs, which could read the table, \
+             are not installed",
+            self.rules,
+            self.table.name()
+        ));
     }
 }
 

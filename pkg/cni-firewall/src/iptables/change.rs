@@ -108,14 +108,14 @@ impl Iptables<'_> {
         })
     }
 
-    /// Makes the removals that `plan` returns in iptables-nft, and reads without the lock. Under
-    /// the lock, applies the edit if no rule of the namespace was changed since. Otherwise, or
-    /// if that fails, plans again as [`change`](Iptables::change) does. Takes no lock if nothing is
-    /// to be removed.
+    /// Makes the removals that `plan` returns in iptables-nft. Reads without the lock, so that no
+    /// other process waits for a `plan` that reads many chains. Under the lock, applies the edit if
+    /// no rule of the namespace was changed since. Otherwise, or if that fails, plans again as
+    /// [`change`](Iptables::change) does. Takes no lock if nothing is to be removed.
     ///
     /// # Errors
     /// The same as [`change`](Iptables::change).
-    pub(super) fn remove_from_nft(
+    pub(crate) fn remove_from_nft(
         &mut self,
         family: Family,
         mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,

@@ -38,7 +38,6 @@ mod compat;
 mod edit;
 mod encode;
 mod fields;
-mod legacy;
 mod lock;
 mod rule;
 mod tool;
@@ -54,9 +53,8 @@ pub use lock::NetnsLock;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
-use legacy::legacy_table_exists;
-pub(crate) use legacy::parse;
-use tool::{ProgramKind, Runner, Tool};
+pub(crate) use tool::parse;
+use tool::{ProgramKind, Runner, Tool, legacy_table_exists};
 
 /// How long a change waits for the lock of the network namespace at most.
 pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
@@ -116,26 +114,6 @@ pub struct Chain {
     pub rules: Vec<Rule>,
     /// The chain's number in nf_tables; `None` for a chain of iptables-legacy.
     pub(crate) handle: Option<u64>,
-}
-
-/// When a removal reads the rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reading {
-    /// After the lock was taken. For the few rules of one attachment.
-    UnderLock,
-    /// Before the lock is taken, and again if rules were changed until then. For the rules of all
-    /// attachments.
-    BeforeLock,
-}
-
-/// The outcome of a removal in both families and variants.
-#[derive(Debug)]
-pub struct Cleaned {
-    /// The families and variants that may have rules to remove, but whose programs are not
-    /// installed.
-    pub unreached: Vec<(Family, Variant)>,
-    /// The errors of all families and variants as one error; `Ok` if there was none.
-    pub outcome: Result<()>,
 }
 
 /// One table of iptables in the network namespace of the thread that uses it.
@@ -276,51 +254,6 @@ impl<'m> Iptables<'m> {
         plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
     ) -> Result<()> {
         self.change_all(&[(family, variant)], plan, &mut false)
-    }
-
-    /// Makes the removals that `plan` returns. Where the removal reads many chains, `reading` keeps
-    /// other processes from waiting for that.
-    ///
-    /// # Errors
-    /// The same as [`change`](Iptables::change).
-    pub fn remove(
-        &mut self,
-        family: Family,
-        variant: Variant,
-        reading: Reading,
-        plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
-    ) -> Result<()> {
-        match (reading, variant) {
-            (Reading::BeforeLock, Variant::Nft) => self.remove_from_nft(family, plan),
-            // The save program of iptables-legacy prints the whole table at once.
-            (Reading::BeforeLock | Reading::UnderLock, _) => self.change(family, variant, plan),
-        }
-    }
-
-    /// Makes the removals that `plan` returns, in every family and variant that may have one of the
-    /// `chains`. An error in one family or variant does not stop the others.
-    pub fn clean(
-        &mut self,
-        chains: &[&str],
-        reading: Reading,
-        mut plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
-    ) -> Cleaned {
-        let (mut unreached, mut results) = (Vec::new(), Vec::new());
-        for family in FAMILIES {
-            let variants = self.variants_to_search(family, chains).unwrap_or_else(|error| {
-                results.push(Err(error));
-                // iptables-nft cannot be read; iptables-legacy can be, with its own programs.
-                vec![Variant::Legacy]
-            });
-            for variant in variants {
-                match self.can_remove(family, variant) {
-                    Ok(true) => results.push(self.remove(family, variant, reading, &mut plan)),
-                    Ok(false) => unreached.push((family, variant)),
-                    Err(error) => results.push(Err(error)),
-                }
-            }
-        }
-        Cleaned { unreached, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
     }
 
     /// Returns the save or restore program of this variant. Prefers the restore program that the

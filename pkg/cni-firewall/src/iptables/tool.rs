@@ -1,4 +1,5 @@
-//! Finds and runs the programs of iptables.
+//! Finds and runs the programs of iptables, reads the output of the save program, and looks for
+//! tables of iptables-legacy.
 //!
 //! The variant of a program is taken from the name of its file, after following links. If that name
 //! contains no variant, the program is run with `--version`. Programs run without a shell and with
@@ -7,6 +8,7 @@
 //! Callers must not run a save program of iptables-legacy if the table does not exist: reading the
 //! table makes the kernel create it.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,7 +16,7 @@ use std::time::Duration;
 
 use cni::machine::{Child, Exit, Machine, OnSigterm, RunError};
 
-use super::{Table, Variant};
+use super::{Chain, Rule, Table, Variant, split};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::program;
 use cni_linux::route::Family;
@@ -214,6 +216,46 @@ impl fmt::Display for CommandContext<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "failed to run {} {}", self.program.display(), self.args.join(" "))
     }
+}
+
+/// Whether iptables-legacy has this table in the network namespace of the calling thread, which may
+/// differ from the process's.
+pub(super) fn legacy_table_exists(table: Table, family: Family) -> Result<bool> {
+    use std::io::ErrorKind::{NotFound, PermissionDenied};
+    let path = match family {
+        Family::V4 => "/proc/thread-self/net/ip_tables_names",
+        Family::V6 => "/proc/thread-self/net/ip6_tables_names",
+    };
+    match std::fs::read_to_string(path) {
+        Ok(names) => Ok(names.lines().any(|name| name == table.name())),
+        // A kernel without iptables-legacy does not have the file. A process that is not allowed to
+        // read the file cannot change the tables either.
+        Err(error) if [NotFound, PermissionDenied].contains(&error.kind()) => Ok(false),
+        Err(error) => Err(Error::new(format_args!("failed to read {path}"), error)),
+    }
+}
+
+/// Returns the chains by name from the output of `iptables-save -t TABLE`. Each value is `Some`, as
+/// [`Chains`](super::Chains) needs it: there `None` is a chain that is known not to exist.
+pub(crate) fn parse(saved: &str) -> BTreeMap<String, Option<Chain>> {
+    let mut chains: BTreeMap<String, Option<Chain>> = BTreeMap::new();
+    let empty = || Some(Chain::default());
+    for line in saved.lines() {
+        if let Some(declaration) = line.strip_prefix(':') {
+            let name = declaration.split(' ').next().unwrap_or_default();
+            chains.entry(name.to_owned()).or_insert_with(empty);
+        } else if let Some(rule) = line.strip_prefix("-A ") {
+            let mut words = split(rule);
+            if words.is_empty() {
+                continue;
+            }
+            let chain_name = words.remove(0);
+            if let Some(chain) = chains.entry(chain_name).or_insert_with(empty) {
+                chain.rules.push(Rule { words, handle: None, whole: true });
+            }
+        }
+    }
+    chains
 }
 
 #[cfg(test)]

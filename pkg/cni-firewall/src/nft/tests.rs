@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::expr::{daddr, dnat, dport, fib_daddr_local, iifname, l4proto, masked, nfproto, not, saddr};
 use super::*;
-use crate::nft_usable;
+use crate::engine::{nft_usable, retry};
 use crate::testing::{nft, on_a_host, ruleset, shell};
 
 const T: Table<'static> = Table { family: Family::Inet, name: "t" };
@@ -191,7 +191,7 @@ fn only_a_plan_from_outdated_rules_is_tried_again() {
     on_a_host(|| {
         let mut client = Nft::open().unwrap();
         let mut tries = 0;
-        let error = crate::retry(|| {
+        let error = retry(|| {
             let mut batch = Batch::new();
             batch.only_at(client.wait_for_generation()?);
             tries += 1;
