@@ -6,7 +6,6 @@
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_firewall::Backend;
 use cni_firewall::portmap::{Forwarding, PortMap};
 use cni_linux::sysctl;
 
@@ -73,12 +72,8 @@ fn check_rules(call: &Call<'_>, conf: &Conf, forwarding: &Forwarding) -> Result<
         Some(differences) if differences.is_empty() => Ok(()),
         Some(differences) => Err(Error::new(Code::CHECK_FAILED, differences.join("; "))),
         None => {
-            let other = match backend {
-                Backend::Iptables => Backend::Nftables,
-                Backend::Nftables => Backend::Iptables,
-            };
             let msg = format!("no host port of container {} is mapped", call.container_id);
-            let details = format!("neither {backend} nor {other} has rules of this attachment");
+            let details = format!("neither {backend} nor {} has rules of this attachment", backend.other());
             Err(Error::new(Code::UNKNOWN_CONTAINER, msg).with_details(details))
         }
     }

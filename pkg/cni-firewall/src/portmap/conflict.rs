@@ -25,6 +25,7 @@ use std::net::IpAddr;
 
 use cni::AttachmentId;
 use cni::attachment::Marked;
+use cni::rollback::Notes;
 use cni_linux::Netlink;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
@@ -72,7 +73,7 @@ impl Display for Holder {
 
 /// The tables that are searched for rules of other containers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum SearchedTables {
+pub(super) enum SearchedTables {
     /// Those in which the ADD makes its rules: a dead container's rule for a wanted port is
     /// removed.
     Written,
@@ -91,9 +92,6 @@ enum Liveness {
 
 /// The search of an ADD for rules of other containers. Connects to the kernel only when a link or
 /// the routes are needed to find out whether a container is alive.
-///
-/// A plan can run several times. In nftables only the remarks of the last run remain. In iptables,
-/// where each family has its own plan, those of all runs do, each text once.
 #[derive(Debug)]
 pub(super) struct ConflictSearch<'w> {
     /// What the ADD wants.
@@ -102,7 +100,8 @@ pub(super) struct ConflictSearch<'w> {
     /// failed.
     pub(super) held: Option<Holder>,
     tables: SearchedTables,
-    /// Remarks for the operator, one sentence each.
+    notes: Notes,
+    /// Remarks for the operator about the rules in `tables`, one sentence each.
     remarks: Vec<String>,
     host: Option<Netlink>,
     /// For each address, whether it is routed only to the attachment of the ADD. Stored, because
@@ -112,59 +111,45 @@ pub(super) struct ConflictSearch<'w> {
 
 impl<'w> ConflictSearch<'w> {
     /// Returns a search that has found nothing, in the tables in which the ADD makes its rules.
-    pub(super) fn new(wanted: &'w Forwarding) -> ConflictSearch<'w> {
+    pub(super) fn new(wanted: &'w Forwarding, notes: Notes) -> ConflictSearch<'w> {
         let (remarks, routed_only_here) = Default::default();
-        ConflictSearch { wanted, held: None, tables: SearchedTables::Written, remarks, host: None, routed_only_here }
+        let tables = SearchedTables::Written;
+        ConflictSearch { wanted, held: None, tables, notes, remarks, host: None, routed_only_here }
     }
 
-    /// Continues the search in the tables in which the ADD makes its rules.
-    pub(super) fn begin_in_written_tables(&mut self) {
-        self.tables = SearchedTables::Written;
+    /// Begins the search of these tables, or begins it again, and forgets the remarks that were not
+    /// written.
+    pub(super) fn begin(&mut self, tables: SearchedTables) {
+        self.tables = tables;
+        self.remarks.clear();
     }
 
-    /// Continues the search in tables in which the ADD makes no rules.
-    pub(super) fn begin_in_other_tables(&mut self, name: impl Into<String>) {
-        self.tables = SearchedTables::Other(name.into());
-    }
-
-    /// Adds a remark, with the name of the tables if the ADD makes no rules in them.
+    /// Adds a remark, unless there is one with this text.
     pub(super) fn remark(&mut self, text: impl Display) {
-        self.add_remark(match &self.tables {
+        let remark = match &self.tables {
             SearchedTables::Written => text.to_string(),
             SearchedTables::Other(name) => format!("{text} ({name})"),
-        });
-    }
-
-    /// Adds a remark about tables that it names itself.
-    pub(super) fn add_remark(&mut self, remark: String) {
+        };
         if !self.remarks.contains(&remark) {
             self.remarks.push(remark);
         }
     }
 
-    /// Returns all remarks, and forgets them.
-    pub(super) fn take_remarks(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.remarks)
-    }
-
-    /// Returns the number of remarks, for [`forget_since`](ConflictSearch::forget_since).
-    pub(super) fn remark_count(&self) -> usize {
-        self.remarks.len()
-    }
-
-    /// Forgets the remarks that were added since there were `count`: the plan runs again.
-    pub(super) fn forget_since(&mut self, count: usize) {
-        self.remarks.truncate(count);
-    }
-
     /// Calls `search`. If it fails, forgets the remarks that it has added.
     pub(super) fn remarks_of<T>(&mut self, search: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let count = self.remark_count();
+        let count = self.remarks.len();
         let result = search(self);
         if result.is_err() {
-            self.forget_since(count);
+            self.remarks.truncate(count);
         }
         result
+    }
+
+    /// Writes the remarks as notes: the search of these tables is finished.
+    pub(super) fn note_remarks(&mut self) {
+        for remark in self.remarks.drain(..) {
+            self.notes.note(format_args!("portmap: {remark}"));
+        }
     }
 
     /// Decides whether a rule of `holder` is removed. Adds a remark if the holder is dead or if

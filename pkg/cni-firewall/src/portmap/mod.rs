@@ -3,8 +3,8 @@
 //! A [`Forwarding`] has the port mappings of one attachment. [`PortMap`] writes, compares and
 //! removes them in one of two backends, `nft` and `iptables`, as rules of the form that the Go
 //! plugin uses. The backends plan; the crate's engine makes the changes. For both, [`conflict`]
-//! decides which rules of other containers are removed. For nftables, `identity` names the
-//! attachment in rules, and [`conditions`] compiles extra matches.
+//! decides which rules of other containers are removed. For nftables, [`conditions`] compiles extra
+//! matches.
 //!
 //! A *claim* ([`ClaimedPort`]) is a mapping in one family: a host port, and the container's address
 //! and port.
@@ -27,7 +27,6 @@ use crate::{AttachmentFilter, Backend};
 
 pub mod conditions;
 pub mod conflict;
-pub(super) mod identity;
 pub(super) mod iptables;
 pub(super) mod nft;
 
@@ -148,7 +147,7 @@ impl<'m> PortMap<'m> {
         wanted: &Forwarding,
         changed_backend: &mut Option<Backend>,
     ) -> Result<(), Refusal> {
-        let (mut search, mut changed) = (ConflictSearch::new(wanted), false);
+        let (mut search, mut changed) = (ConflictSearch::new(wanted, self.store.notes.clone()), false);
         let result = self.ensure_unless_taken(backend, &mut search, &mut changed);
         if changed {
             *changed_backend = Some(backend);
@@ -171,26 +170,17 @@ impl<'m> PortMap<'m> {
         changed: &mut bool,
     ) -> Result<(), Refusal> {
         if search.wanted.policy == Policy::RefuseIfAlive {
-            let searched = self.search_other_tables(search, backend);
-            self.note_remarks(search);
-            searched?;
+            iptables::search_other_tables(&self.store, search, Some(backend))?;
+            if backend == Backend::Iptables {
+                nft::search_other_tables(search)?;
+            }
         }
-        search.begin_in_written_tables();
         match backend {
             Backend::Nftables => nft::ensure(&self.store, search, changed)?,
             Backend::Iptables => iptables::ensure(&self.store, search, changed)?,
         }
-        self.note_remarks(search);
+        search.note_remarks();
         Ok(())
-    }
-
-    /// Searches the tables that `written` does not write for rules of other containers.
-    fn search_other_tables(&self, search: &mut ConflictSearch<'_>, written: Backend) -> Result<()> {
-        iptables::search_other_tables(&self.store, search, Some(written))?;
-        match written {
-            Backend::Iptables => nft::search_other_tables(search),
-            Backend::Nftables => Ok(()),
-        }
     }
 
     /// Whether the failure of `backend` with this error shows that the host does not have the
@@ -229,10 +219,9 @@ impl<'m> PortMap<'m> {
         if wanted.policy == Policy::Ignore {
             return;
         }
-        let mut search = ConflictSearch::new(wanted);
+        let mut search = ConflictSearch::new(wanted, self.store.notes.clone());
         let in_nft = nft::search_other_tables(&mut search);
         let in_iptables = iptables::search_other_tables(&self.store, &mut search, None);
-        self.note_remarks(&mut search);
         for error in [in_nft, in_iptables].into_iter().filter_map(Result::err) {
             self.note(format_args!("failed to look for stale rules to the container's addresses: {error}"));
         }
@@ -253,27 +242,17 @@ impl<'m> PortMap<'m> {
     /// # Errors
     /// The rules cannot be read.
     pub fn check(&self, wanted: &Forwarding, backend: Backend) -> Result<Option<Vec<String>>> {
-        let in_nft = || nft::check(wanted);
-        let in_iptables = || iptables::check::check(&self.store, wanted);
-        let (found, find_in_other): (_, &dyn Fn() -> Result<Option<Vec<String>>>) = match backend {
-            Backend::Nftables => (in_nft()?, &in_iptables),
-            Backend::Iptables => (in_iptables()?, &in_nft),
+        let check_in = |backend| match backend {
+            Backend::Nftables => nft::check(wanted),
+            Backend::Iptables => iptables::check(&self.store, wanted),
         };
-        match found {
-            Some(differences) if !differences.is_empty() => {
-                let other_is_complete = find_in_other()?.is_some_and(|differences| differences.is_empty());
-                Ok(Some(if other_is_complete { Vec::new() } else { differences }))
-            }
-            Some(complete) => Ok(Some(complete)),
-            None => find_in_other(),
+        let differences = check_in(backend)?;
+        if differences.as_ref().is_some_and(Vec::is_empty) {
+            return Ok(differences);
         }
-    }
-
-    /// Writes the remarks of a search as notes, and forgets them.
-    fn note_remarks(&self, search: &mut ConflictSearch<'_>) {
-        for remark in search.take_remarks() {
-            self.note(remark);
-        }
+        let in_other = check_in(backend.other())?;
+        let other_is_complete = in_other.as_ref().is_some_and(Vec::is_empty);
+        Ok(if differences.is_none() || other_is_complete { in_other } else { differences })
     }
 
     /// Writes a note.

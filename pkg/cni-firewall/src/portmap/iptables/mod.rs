@@ -10,14 +10,15 @@
 //! interface of the container may have rules there, written by these plugins or by Go's. The chains
 //! and rules that all containers share are never removed, except duplicates of these rules.
 
-use super::conflict::ConflictSearch;
+use cni::machine::OnSigterm;
+
+use super::conflict::{ConflictSearch, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, SetMark, Snat, older_mapping_remark};
 use crate::engine::Store;
-use crate::iptables::{Chains, Edit, JumpSearch, Part, Rule, SearchFor};
+use crate::iptables::{Chains, Edit, FAMILIES, JumpSearch, Part, Rule, SearchFor, Variant};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-pub(super) mod check;
 mod others;
 mod removal;
 pub(crate) mod shape;
@@ -28,7 +29,7 @@ use others::plan_displacement;
 pub(super) use others::search_other_tables;
 pub(super) use removal::purge;
 use removal::{can_match_any, delete_section, delete_sections};
-use shape::{DNAT, MASQ, SETMARK, Section};
+use shape::{DNAT, Jump, MASQ, SETMARK, Section};
 
 /// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
 /// the ports before either is changed.
@@ -40,6 +41,7 @@ use shape::{DNAT, MASQ, SETMARK, Section};
 ///   written over netlink and iptables is not installed.
 pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed: &mut bool) -> Result<()> {
     let wanted = search.wanted;
+    search.begin(SearchedTables::Written);
     let host_link = search.find_host_link(&wanted.attachment)?;
     let mapped: Vec<FamilyRequest<'_>> = wanted.families().collect();
     let plan = |nat: &mut Chains<'_>| {
@@ -258,4 +260,90 @@ fn jumps_to(nat: &mut Chains<'_>, chain: &str) -> Result<Vec<Rule>> {
     let mut jumps = nat.find_jumps(DNAT, search, shape::JUMP_KEYS)?;
     jumps.retain(|rule| rule.target() == Some(chain));
     Ok(jumps)
+}
+
+/// Returns a sentence for each difference from the rules that [`ensure`] writes;
+/// empty if there is none, `None` if the container has no chain. If both variants have the
+/// container's chain, returns only the shorter of their lists of differences. Accepts the rules of
+/// Go's plugin, and duplicates. Does not compare conditions, because the kernel can return them in
+/// a form that differs from the configuration.
+pub(super) fn check(store: &Store<'_>, wanted: &Forwarding) -> Result<Option<Vec<String>>> {
+    let chain = shape::chain_name(&wanted.attachment);
+    let mut iptables = store.open(OnSigterm::Kill)?;
+    let (mut is_found, mut differences) = (false, Vec::new());
+    for request in wanted.families() {
+        let mut shortest: Option<Vec<String>> = None;
+        for variant in iptables.variants_to_search(request.family, &[&chain])? {
+            let mut nat = iptables.read(request.family, variant)?;
+            if !nat.has_chain(&chain)? {
+                continue;
+            }
+            let found = differences_in(&mut nat, &request)?;
+            if shortest.as_ref().is_none_or(|shortest| found.len() < shortest.len()) {
+                shortest = Some(found);
+            }
+        }
+        is_found |= shortest.is_some();
+        let found = shortest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
+        let name = program_name(request.family);
+        differences.extend(found.into_iter().map(|difference| format!("{name}: {difference}")));
+    }
+    // The container may still have its chain in a family in which no port is mapped.
+    let is_unmapped = |family: &Family| wanted.families().all(|request| request.family != *family);
+    for family in FAMILIES.into_iter().filter(is_unmapped) {
+        if is_found {
+            break;
+        }
+        for variant in iptables.variants_to_search(family, &[&chain])? {
+            // iptables-nft is among the variants only if it has the chain.
+            is_found |= variant == Variant::Nft || iptables.read(family, variant)?.has_chain(&chain)?;
+        }
+    }
+    Ok(is_found.then_some(differences))
+}
+
+/// Returns the differences in one table: missing rules, older mappings of this container that take
+/// precedence over a wanted one, and mappings that were not requested.
+fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<Vec<String>> {
+    let FamilyRequest { wanted, container, claims, .. } = request;
+    let mut differences = Vec::new();
+    let chain = shape::chain_name(&wanted.attachment);
+    for (shared_chain, words) in shared_rules(wanted) {
+        if find_shared_rule(nat, shared_chain, &words)?.is_empty() {
+            differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
+        }
+    }
+    let jumps = jumps_to(nat, &chain)?;
+    let chain_rules = nat.rules(&chain)?;
+    let sections = shape::sections(chain_rules);
+    let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
+    let unmarked: Vec<&Section> = others.into_iter().filter(|section| section.marker.is_none()).collect();
+    // An unmarked section for another address counts too: it can have the rule that marks
+    // connections to a port, because Go makes that rule only once, with the first address.
+    let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
+    let unmarked_claims: Vec<ClaimedPort> = unmarked.iter().flat_map(|section| section.claims()).collect();
+    for claim in claims {
+        for words in shape::mapping_rules(wanted, *container, claim) {
+            if !accepted_rules.iter().any(|rule| rule.matches(&words)) {
+                differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
+            }
+        }
+        if !jumps.iter().filter_map(Jump::read).any(|jump| jump.can_match(claim)) {
+            differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
+        }
+        // The first rule for the port takes precedence, even if it leads to another address.
+        if let Some(first) = shape::first_overlapping_claim(chain_rules, claim)
+            && unmarked_claims.contains(&first)
+        {
+            differences
+                .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));
+        }
+    }
+    for claim in own.iter().flat_map(|section| section.claims()) {
+        if !claims.contains(&claim) {
+            differences
+                .push(format!("chain {chain} also maps {claim} to {}, which was not requested", claim.container));
+        }
+    }
+    Ok(differences)
 }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use cni::machine::OnSigterm;
 
-use super::super::conflict::ConflictSearch;
+use super::super::conflict::{ConflictSearch, SearchedTables};
 use super::super::{ClaimedPort, Holder};
 use super::shape::{self, DNAT, Jump, MappingRules, Section};
 use super::{Chains, FamilyRequest, candidate_jumps, delete_sections, jumps_to, program_name};
@@ -41,12 +41,14 @@ pub(in super::super) fn search_other_tables(
                 continue;
             }
             let name = format!("{}-{variant}", program_name(family));
-            search.begin_in_other_tables(&name);
-            match search.remarks_of(|search| search_table(&mut iptables, &request, variant, search)) {
-                Err(error) if variant == Variant::Legacy && !must_fail(&error) => search.add_remark(format!(
-                    "{name} has a table nat, but it was not searched for other containers' host ports: {error}"
+            search.begin(SearchedTables::Other(name.clone()));
+            match search_table(&mut iptables, &request, variant, search) {
+                Err(error) if variant == Variant::Legacy && !must_fail(&error) => store.notes.note(format_args!(
+                    "portmap: {name} has a table nat, but it was not searched for other containers' host ports: \
+                     {error}"
                 )),
-                result => result?,
+                Err(error) => return Err(error),
+                Ok(()) => search.note_remarks(),
             }
         }
     }

@@ -15,10 +15,7 @@ use cni::AttachmentId;
 use cni_linux::error::Result;
 
 /// The network and the container ID from the comment of a jump.
-pub(super) struct JumpOwner {
-    network: String,
-    container_id: String,
-}
+type JumpOwner<'j> = (&'j str, &'j str);
 
 /// Removes the rules of the selected attachments, in both families and variants. Adds the claims of
 /// these rules to `claims` even if the removal fails. Starts no process if netlink finds
@@ -48,8 +45,8 @@ pub(in super::super) fn purge(
             let selected = filter.owners(ALIAS);
             let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
             let is_garbage_owner =
-                |owner: &JumpOwner| owner.network == network && !valid_containers.contains(owner.container_id.as_str());
-            let is_garbage = |section: &Section, owners: &[JumpOwner]| match section.alias() {
+                |(of, container_id): &JumpOwner<'_>| *of == network && !valid_containers.contains(container_id);
+            let is_garbage = |section: &Section, owners: &[JumpOwner<'_>]| match section.alias() {
                 Some(alias) => selected.contains(alias),
                 None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
             };
@@ -70,7 +67,7 @@ fn plan_removal_of_one(
     untagged: Untagged<'_>,
 ) -> Result<Vec<ClaimedPort>> {
     let known = untagged.addresses_in(nat.family());
-    let is_removed = |section: &Section, owners: &[JumpOwner]| {
+    let is_removed = |section: &Section, owners: &[JumpOwner<'_>]| {
         // Go's plugin made the sections without an alias.
         let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
         let is_kept = section.alias().is_none() && section.address().is_some_and(leads_elsewhere);
@@ -97,13 +94,11 @@ fn plan_removal_of_one(
 /// are from the comments of the jumps to the chain. A section without a marker does not belong to
 /// the attachment if all `owners` are other containers: two containers can share a chain, because
 /// its name is a hash of network and container ID without a separator.
-fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId) -> bool {
+fn may_belong(section: &Section, owners: &[JumpOwner<'_>], attachment: &AttachmentId) -> bool {
     if let Some(alias) = section.alias() {
         return alias == attachment.alias();
     }
-    let is_owner =
-        |owner: &JumpOwner| owner.network == attachment.network && owner.container_id == attachment.container_id;
-    owners.is_empty() || owners.iter().any(is_owner)
+    owners.is_empty() || owners.contains(&(&attachment.network, &attachment.container_id))
 }
 
 /// Adds to `edit` the removal of the sections of all containers' chains for which `is_garbage` is
@@ -112,7 +107,7 @@ fn may_belong(section: &Section, owners: &[JumpOwner], attachment: &AttachmentId
 pub(super) fn plan_garbage(
     nat: &mut Chains<'_>,
     edit: &mut Edit,
-    is_garbage: impl Fn(&Section, &[JumpOwner]) -> bool,
+    is_garbage: impl Fn(&Section, &[JumpOwner<'_>]) -> bool,
 ) -> Result<Vec<ClaimedPort>> {
     let chains = nat.read_chains_where(|name| name.starts_with(shape::PREFIX))?;
     if chains.is_empty() {
@@ -136,14 +131,10 @@ fn plan_removal_from(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),
     jumps: &[Rule],
-    is_removed: impl Fn(&Section, &[JumpOwner]) -> bool,
+    is_removed: impl Fn(&Section, &[JumpOwner<'_>]) -> bool,
 ) -> Vec<ClaimedPort> {
-    let mut owners = Vec::new();
-    for jump in jumps {
-        if let Some((network, container_id)) = jump.comment().and_then(shape::read_comment) {
-            owners.push(JumpOwner { network: network.to_owned(), container_id: container_id.to_owned() });
-        }
-    }
+    let owners: Vec<JumpOwner<'_>> =
+        jumps.iter().filter_map(|jump| jump.comment().and_then(shape::read_comment)).collect();
     let (removed, kept): (Vec<Section>, Vec<Section>) =
         shape::sections(&content.rules).into_iter().partition(|section| is_removed(section, &owners));
     delete_sections(edit, (chain, content), jumps, &removed, &kept);

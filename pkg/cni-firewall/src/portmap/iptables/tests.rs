@@ -1,6 +1,8 @@
 //! Tests the reading of a container's chain, and situations that a call of the plugin cannot bring
 //! about. The backend as a whole is tested through the plugin, with packets, in both variants.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -165,11 +167,13 @@ fn after_sigterm_a_failed_add_still_waits_for_the_lock_to_undo() {
 /// Searches both variants for rules of other containers, and returns the remarks.
 #[track_caller]
 fn remarks_of_search(machine: &dyn Machine, folders: Option<Folders>, wanted: &Forwarding) -> Vec<String> {
-    let mut store = Store::new(machine, Notes::silent(), Table::Nat, "");
+    let lines = Rc::new(RefCell::new(Vec::new()));
+    let sink = Rc::clone(&lines);
+    let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
+    let mut store = Store::new(machine, notes.clone(), Table::Nat, "");
     store.folders = folders.unwrap_or(store.folders);
-    let mut search = ConflictSearch::new(wanted);
-    search_other_tables(&store, &mut search, None).unwrap();
-    search.take_remarks()
+    search_other_tables(&store, &mut ConflictSearch::new(wanted, notes), None).unwrap();
+    lines.take()
 }
 
 #[test]
@@ -268,7 +272,7 @@ fn an_interface_without_mappings_keeps_its_marker() {
     );
     let mut nat = Chains::of_text(Table::Nat, Family::V4, &saved);
     let wanted = forwarding();
-    let (mut search, mut edit) = (ConflictSearch::new(&wanted), Edit::new());
+    let (mut search, mut edit) = (ConflictSearch::new(&wanted, Notes::silent()), Edit::new());
     let request = wanted.families().next().unwrap();
     let jumps = candidate_jumps(&mut nat, &request).unwrap();
     plan_displacement(&mut nat, &request, &jumps, &mut search, &mut edit).unwrap();

@@ -3,9 +3,9 @@
 use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
-use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING};
-use super::state::{ContainerRule, Shared, read_rules, rules_naming_container};
-use super::{FamilyPlan, Identity, Ownership, mappings_to_other_addresses};
+use super::identity::{ContainerRule, Identity, Ownership, read_rules, rules_naming_container};
+use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING, Shared};
+use super::{FamilyPlan, mappings_to_other_addresses};
 use crate::nft::{Expr, Key, Nft};
 use cni_linux::error::Result;
 

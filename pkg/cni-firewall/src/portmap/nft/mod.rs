@@ -2,7 +2,7 @@
 //! program. Only mappings with conditions that [`conditions`] does not compile are written by the
 //! program `nft` (module `program`).
 //!
-//! Module `shape` shows the rules. An ADD reads the existing rules (module `state`), finds
+//! Module `shape` shows the rules. An ADD reads the existing rules (module `identity`), finds
 //! conflicts in them and plans its transaction. The kernel accepts the transaction only if no rule
 //! has changed since, so no lock is needed: of several racing ADDs, one succeeds each time.
 //!
@@ -14,8 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use super::conditions;
-use super::conflict::ConflictSearch;
-use super::identity::{self, HostLink, Identity, Ownership};
+use super::conflict::{ConflictSearch, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Holder, Policy, Refusal, Snat, older_mapping_remark};
 use crate::engine::{self, Store};
 use crate::nft::{Batch, Expr, Key, Nft, Rule};
@@ -26,16 +25,16 @@ use cni_linux::error::Result;
 use cni_linux::route::Family;
 
 mod check;
+pub(crate) mod identity;
 mod program;
 pub(crate) mod shape;
-mod state;
 #[cfg(test)]
 mod tests;
 
 pub(super) use check::check;
+use identity::{ContainerRule, HostLink, Identity, Ownership, read_all_rules, read_rules, rules_naming_container};
 use program::ProgramMappings;
-use shape::{CONTAINER_CHAINS, HOSTPORTS, MASQUERADING};
-use state::{ContainerRule, Shared, read_all_rules, read_rules, rules_naming_container};
+use shape::{CONTAINER_CHAINS, HOSTPORTS, MASQUERADING, Shared};
 
 /// The request of an ADD in one family, and what exists there.
 struct FamilyPlan<'w> {
@@ -56,10 +55,9 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
         None => HostLink::Absent,
     };
     let appended: &[&str] = if wanted.snat == Snat::No { &[HOSTPORTS] } else { &[HOSTPORTS, MASQUERADING] };
-    let begin = search.remark_count();
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let (mut plans, mut dead_rules) = (Vec::new(), Vec::new());
-        search.forget_since(begin);
+        search.begin(SearchedTables::Written);
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
         // looks for them.
         for request in wanted.families_with_address() {
@@ -92,29 +90,21 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
 /// of dead containers that lead to the container's addresses; a failure to do so is only a remark.
 /// For an ADD that makes its own rules with iptables or has no mappings.
 pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()> {
-    search.begin_in_other_tables("nftables");
-    search.remarks_of(remove_stale_rules)
-}
-
-/// Does [`search_other_tables`].
-fn remove_stale_rules(search: &mut ConflictSearch<'_>) -> Result<()> {
     let mut nft = Nft::open()?;
     // Mostly there is nothing to remove. Then one reading of each list is enough.
     nft.wait_for_generation()?;
-    let begin = search.remark_count();
-    if find_dead_rules(&mut nft, search)?.is_empty() {
-        return Ok(());
+    if !find_dead_rules(&mut nft, search)?.is_empty() {
+        let plan = |nft: &mut Nft, batch: &mut Batch| {
+            delete_rules(batch, &find_dead_rules(nft, search)?);
+            Ok(())
+        };
+        match engine::change(&mut nft, plan) {
+            Err(error) if error.is_held() => return Err(error),
+            Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
+            Ok(_) => {}
+        }
     }
-    let plan = |nft: &mut Nft, batch: &mut Batch| {
-        search.forget_since(begin);
-        delete_rules(batch, &find_dead_rules(nft, search)?);
-        Ok(())
-    };
-    match engine::change(&mut nft, plan) {
-        Err(error) if error.is_held() => return Err(error),
-        Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
-        Ok(_) => {}
-    }
+    search.note_remarks();
     Ok(())
 }
 
@@ -122,8 +112,9 @@ fn remove_stale_rules(search: &mut ConflictSearch<'_>) -> Result<()> {
 /// container has an address. Fails if a living container has a wanted port.
 fn find_dead_rules(nft: &mut Nft, search: &mut ConflictSearch<'_>) -> Result<Vec<ContainerRule>> {
     let (identity, mut dead_rules) = (Identity::new(&search.wanted.attachment), Vec::new());
+    search.begin(SearchedTables::Other("nftables".to_owned()));
     for request in search.wanted.families_with_address() {
-        let rules = state::read_conflicting(nft, &request)?;
+        let rules = identity::read_conflicting(nft, &request)?;
         dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
     }
     Ok(dead_rules)

@@ -1,7 +1,7 @@
 //! Writes mappings with the program `nft`, in each family whose conditions [`conditions`] does not
 //! compile: sets, connection states, and the rest of nft's language.
 //!
-//! `nft` cannot write tags, so these rules look like Go's: see module `identity` of portmap.
+//! `nft` cannot write tags, so these rules look like Go's: see module `identity`.
 //! The program runs after the transaction that has written everything else. If another ADD maps the
 //! same port in between, both succeed.
 

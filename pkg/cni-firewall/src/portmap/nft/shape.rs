@@ -1,5 +1,5 @@
-//! Builds and reads the rules of the nft backend. They are those of Go's plugin, except that the
-//! conditions are in another place.
+//! Builds and reads the rules of the nft backend, and adds the shared chains that are missing. The
+//! rules are those of Go's plugin, except that the conditions are in another place.
 //!
 //! The table in family ip (ip6 is alike), with H and P for the host's address and port, A and C for
 //! those of the container, and ID for the container ID:
@@ -20,9 +20,10 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Verdict};
-use super::super::super::nft::{self, BaseChain, Hook, Key, Kind, Listed, Rule, Table};
+use super::super::super::nft::{self, BaseChain, Batch, Chain, Hook, Key, Kind, Listed, Nft, Rule, Table};
 use super::super::{ClaimedPort, Protocol, Snat};
 use cni::cidr::from_octets;
+use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
 pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
@@ -207,6 +208,77 @@ pub(in super::super) fn container(rule: &Rule) -> Option<IpAddr> {
             Expr::Masquerade,
         ] => from_octets(data),
         _ => None,
+    }
+}
+
+/// The shared chains and rules of one family.
+pub(super) struct Shared {
+    pub(super) family: Family,
+    /// The chains that exist.
+    pub(super) chains: Vec<Chain>,
+    /// The chains that are needed and do not exist.
+    pub(super) missing_chains: Vec<&'static str>,
+    /// The rules that do not exist, each with its chain.
+    missing_rules: Vec<(&'static str, Vec<Expr>)>,
+}
+
+impl Shared {
+    /// Reads them. With [`Snat::No`], [`MASQUERADING`] need not exist. Fails if a base chain that
+    /// is needed exists with another type, hook or priority.
+    pub(super) fn read(nft: &mut Nft, family: Family, snat: Snat) -> Result<Shared> {
+        let table = table(family);
+        let (chains, missing_chains, missing_rules) = Default::default();
+        let mut shared = Shared { family, chains, missing_chains, missing_rules };
+        for (name, base) in SHARED_CHAINS {
+            let is_needed = name != MASQUERADING || snat != Snat::No;
+            let Some(chain) = nft.find_chain(table, name)? else {
+                if is_needed {
+                    shared.missing_chains.push(name);
+                }
+                continue;
+            };
+            if is_needed && base.is_some() && chain.base != base {
+                let cause =
+                    Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
+                return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
+            }
+            shared.chains.push(chain);
+        }
+        let [prerouting, output] = ENTRY_CHAINS.map(|name| (name, vec![entry_rule()]));
+        let hostports_all = (HOSTPORTS_ALL, hostports_all_rules().to_vec());
+        for (chain, wanted_rules) in [prerouting, output, hostports_all] {
+            let is_missing = shared.missing_chains.contains(&chain);
+            let existing = if is_missing { Vec::new() } else { nft.rules(table, chain)? };
+            let is_absent = |rule: &Vec<Expr>| !existing.iter().any(|listed| listed.rule.exprs == *rule);
+            shared.missing_rules.extend(wanted_rules.into_iter().filter(is_absent).map(|rule| (chain, rule)));
+        }
+        Ok(shared)
+    }
+
+    /// Adds the missing chains and rules to a transaction.
+    pub(super) fn add_missing(&self, batch: &mut Batch) {
+        let table = table(self.family);
+        if !self.missing_chains.is_empty() {
+            batch.ensure_table(table, Some(TABLE_COMMENT));
+        }
+        for (name, base) in SHARED_CHAINS.into_iter().filter(|(name, _)| self.missing_chains.contains(name)) {
+            match base {
+                Some(base) => batch.ensure_base_chain(table, name, base, None),
+                None => batch.ensure_chain(table, name, None),
+            }
+        }
+        for (chain, exprs) in &self.missing_rules {
+            batch.append_rule(table, chain, &Rule::new(exprs.clone()));
+        }
+    }
+
+    /// Returns the chains that exist and lack a jump to the next chain.
+    pub(super) fn chains_without_jump(&self) -> Vec<&'static str> {
+        let mut chains: Vec<&'static str> = self.missing_rules.iter().map(|(chain, _)| *chain).collect();
+        // A chain can lack both of its jumps.
+        chains.dedup();
+        chains.retain(|chain| !self.missing_chains.contains(chain));
+        chains
     }
 }
 

@@ -1,4 +1,5 @@
-//! Writes the name of the attachment into a rule of nftables, and reads it back.
+//! Writes the name of the attachment into a rule of nftables, and reads the rules of containers
+//! with these names.
 //!
 //! Go's plugin finds a container's rules by their comment, which is only the container ID. The
 //! network and the interface are in a tag, a field beside the comment that `nft` does not print:
@@ -13,10 +14,15 @@ use std::net::IpAddr;
 use cni::hash::{sha512, sha512_hex};
 use cni::text::cut;
 
-use super::super::nft::Rule;
-use super::super::nft::userdata::{self, comment_len};
-use super::nft::shape;
+use super::shape::{self, CONTAINER_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
+use super::{ClaimedPort, FamilyRequest};
+use crate::iptables::FAMILIES;
+use crate::nft::userdata::{self, comment_len};
+use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, mentions};
 use cni::AttachmentId;
+use cni::cidr::octets;
+use cni_linux::error::Result;
+use cni_linux::route::Family;
 
 /// The tag with the attachment's alias ([`AttachmentId::alias`]).
 const TAG_ALIAS: u8 = 0x80;
@@ -171,6 +177,103 @@ pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
         (None, Some(found)) => found.starts_with(&sha512(&[network.as_bytes()])[..NETWORK_LEN]),
         (None, None) => false,
     }
+}
+
+/// A rule of a container.
+#[derive(Clone, Debug)]
+pub(super) struct ContainerRule {
+    pub(super) family: Family,
+    /// One of [`CONTAINER_CHAINS`].
+    pub(super) chain: &'static str,
+    pub(super) listed: Listed,
+}
+
+impl ContainerRule {
+    /// Returns the claim of a mapping; `None` for any other rule.
+    pub(super) fn claim(&self) -> Option<ClaimedPort> {
+        shape::read_mapping(&self.listed.rule).map(|(claim, _)| claim)
+    }
+}
+
+/// Reads the rules of containers in one family that have one of these keys; other rules can be
+/// among them. `chains` are those that exist. To the chains `appended` the caller appends the rules
+/// that it does not find, so their index is enough; see [`Search`].
+pub(super) fn read_rules(
+    nft: &mut Nft,
+    family: Family,
+    chains: &[Chain],
+    keys: &[Key],
+    appended: &[&str],
+) -> Result<Vec<ContainerRule>> {
+    let (table, mut rules) = (shape::table(family), Vec::new());
+    for name in CONTAINER_CHAINS {
+        let listed = match chains.iter().find(|chain| chain.name == name) {
+            // It is short, because only older releases of Go add rules to it. So it is read without
+            // looking for it first, and needs no index.
+            _ if name == HOSTIP_HOSTPORTS && !chains.is_empty() => {
+                let mut listed = nft.rules(table, name)?;
+                listed.retain(|listed| shape::keys(listed).iter().any(|key| keys.contains(key)));
+                listed
+            }
+            Some(chain) => {
+                let reads_all_if_missing = !appended.contains(&name);
+                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, reads_all_if_missing };
+                nft.rules_with_keys(table, chain, search)?
+            }
+            None => continue,
+        };
+        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain: name, listed }));
+    }
+    Ok(rules)
+}
+
+/// Returns those of the chains for [`read_rules`] that exist.
+fn find_chains(nft: &mut Nft, family: Family) -> Result<Vec<Chain>> {
+    let mut chains = Vec::new();
+    for name in [HOSTPORTS, MASQUERADING] {
+        chains.extend(nft.find_chain(shape::table(family), name)?);
+    }
+    Ok(chains)
+}
+
+/// Reads the rules of one family that contain a wanted port or the container's address. For a
+/// caller that appends no rule: an index could not tell that the chain has none of them.
+pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Result<Vec<ContainerRule>> {
+    let (family, address) = (request.family, request.container.address());
+    let (table, octets) = (shape::table(family), octets(address));
+    let mut rules: Vec<ContainerRule> = Vec::new();
+    for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {
+        let can_conflict = |rule: &[u8]| shape::names_port(rule, &request.claims) || mentions(rule, &octets);
+        let listed = nft.rules_where(table, chain, can_conflict)?;
+        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain, listed }));
+    }
+    // Masquerading rules are removed only together with a mapping to the same address.
+    if rules.iter().any(|found| shape::container(&found.listed.rule) == Some(address)) {
+        let listed = nft.rules_where(table, MASQUERADING, |rule| mentions(rule, &octets))?;
+        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain: MASQUERADING, listed }));
+    }
+    Ok(rules)
+}
+
+/// Reads the rules in both families that have this container's comment, also those of its other
+/// attachments: the caller asks [`Identity::ownership_of`]. Other rules can be among them.
+pub(super) fn rules_naming_container(nft: &mut Nft, identity: &Identity) -> Result<Vec<ContainerRule>> {
+    let (keys, mut rules) = ([Key::comment(&identity.comment)], Vec::new());
+    for family in FAMILIES {
+        let chains = find_chains(nft, family)?;
+        rules.extend(read_rules(nft, family, &chains, &keys, &[])?);
+    }
+    Ok(rules)
+}
+
+/// Reads the rules of all containers in both families.
+pub(super) fn read_all_rules(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
+    let mut rules = Vec::new();
+    for (family, chain) in FAMILIES.into_iter().flat_map(|family| CONTAINER_CHAINS.map(|chain| (family, chain))) {
+        let listed = nft.rules(shape::table(family), chain)?;
+        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain, listed }));
+    }
+    Ok(rules)
 }
 
 #[cfg(test)]
