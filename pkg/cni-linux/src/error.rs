@@ -202,7 +202,7 @@ impl Error {
 
     /// Whether another attachment still uses the object.
     pub fn is_held(&self) -> bool {
-        matches!(self.cause.0, Reason::Held(_))
+        matches!(self.cause, Cause::Held(_))
     }
 
     /// Returns which name of a veth pair is in use; `None` if that is not the cause.

@@ -165,7 +165,7 @@ impl<'w> ConflictSearch<'w> {
         let is_displaced = self.tables == SearchedTables::Written || wanted.is_container(holder.claim.container.ip());
         match self.liveness_of(&holder)? {
             Liveness::Alive if has_wanted_port => {
-                let error = Error::new("failed to map a host port", Cause::held(holder.to_string()));
+                let error = Error::new("failed to map a host port", Cause::Held(holder.to_string()));
                 self.held = Some(holder);
                 return Err(error);
             }
