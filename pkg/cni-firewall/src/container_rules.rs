@@ -402,7 +402,7 @@ mod tests {
             };
             let forward = crate::Forward::new(&machine, Notes::silent());
             forward.ensure(&rules, Backend::Nftables, &mut forward::Written::default()).unwrap();
-            forward.ensure_egress(&rules, &mut false).unwrap();
+            forward::egress::ensure(&rules, &mut false).unwrap();
             let found = list_container_rules(&machine, &Notes::silent()).unwrap();
             assert_eq!(found.len(), 4, "{found:#?}");
             for entry in &found {

@@ -6,7 +6,7 @@ use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_firewall::Backend;
-use cni_firewall::forward::{ForwardRules, Written, list_dropping_chains};
+use cni_firewall::forward::{ForwardRules, Written, egress, list_dropping_chains};
 use cni_linux::sysctl;
 
 use crate::conf::{BackendChoice, Conf, Policy};
@@ -36,7 +36,7 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, rollback: &mut Rollback<'a>) -> Result
     // After the records of the backend: they show a later ADD without the key, even after a DEL by
     // Go, that there may be egress rules for its addresses.
     if rules.egress.is_some() || replaced {
-        write_egress(call, rules, rollback)?;
+        write_egress(rules, rollback)?;
     }
     note_dropping_chains(call, &conf, choice);
     note_inactive_isolation(call, &conf);
@@ -65,11 +65,11 @@ fn write_rules<'a>(
 
 /// Writes the egress rules, or removes those of an earlier ADD. Pushes their removal onto
 /// `rollback` if some may have been written, even on an error.
-fn write_egress<'a>(call: &'a Call<'_>, rules: ForwardRules, rollback: &mut Rollback<'a>) -> Result<()> {
+fn write_egress(rules: ForwardRules, rollback: &mut Rollback<'_>) -> Result<()> {
     let mut changed = false;
-    let outcome = forward(call).ensure_egress(&rules, &mut changed);
+    let outcome = egress::ensure(&rules, &mut changed);
     if changed {
-        rollback.push("remove the egress rules", move || forward(call).purge_egress(&rules.attachment));
+        rollback.push("remove the egress rules", move || egress::purge(&rules.attachment));
     }
     outcome.map_err(explain_egress)
 }

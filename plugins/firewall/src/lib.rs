@@ -23,8 +23,8 @@ use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
 use cni::{Code, Error, Result};
-use cni_firewall::forward::sources;
 use cni_firewall::forward::{self, Egress, Forward, ForwardRules, Ingress};
+use cni_firewall::forward::{egress, sources};
 use cni_firewall::{AttachmentFilter, Backend, nft_usable};
 use cni_linux::{LinkKind, Mac, Netlink};
 
@@ -69,7 +69,7 @@ impl Plugin for Firewall {
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config(NO_PREV_RESULT))?;
         let rules = required_rules(call, &conf, &prev)?;
         let mut missing = find_missing(call, &conf, &rules)?;
-        missing.extend(forward(call).check_egress(&rules)?);
+        missing.extend(egress::check(&rules)?);
         match missing.as_slice() {
             [] => Ok(()),
             missing => Err(Error::new(Code::CHECK_FAILED, missing.join("; "))),
@@ -114,7 +114,7 @@ impl Plugin for Firewall {
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         if conf.egress.is_some() {
-            forward(call).probe_egress().map_err(|error| not_available(explain_egress(error)))?;
+            egress::probe().map_err(|error| not_available(explain_egress(error)))?;
         }
         let backend = match choose_backend(call, &conf).map_err(not_available)? {
             BackendChoice::Rules(backend) => backend,

@@ -32,10 +32,11 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
 
-use cni::Cidr;
 use cni::hash::sha512_hex;
+use cni::{AttachmentId, Cidr};
 use cni_linux::error::Result;
 
+use super::ForwardRules;
 use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, jump, match_family, set_of};
 use super::owner::{self, OwnedAddress};
 use super::records::{NftRecord, Object, RecordChain};
@@ -168,19 +169,29 @@ fn has_rules(nft: &mut Nft, chain: &str, wanted: &[Vec<Expr>]) -> Result<bool> {
     Ok(nft.rules(TABLE, chain)?.iter().map(|listed| &listed.rule.exprs).eq(wanted))
 }
 
-/// Makes the rules for the attachment `owner` those of `egress`, in one transaction; without
-/// `egress`, removes them. Removes those of [outdated records](owner::outdated_records) of
-/// `addresses`. Sets `changed` to true if an address may have been recorded, even on an error.
+/// Writes the egress rules of `rules`, or removes those of the attachment if it has none. Also
+/// removes the egress rules of attachments without a DEL that had one of the addresses. Sets
+/// `changed` to true if rules of the attachment may have been written, even on an error; the caller
+/// then owes a [`purge`] if its ADD fails.
 ///
 /// # Errors
 /// The rules cannot be read or written.
-pub(super) fn ensure(
-    nft: &mut Nft,
-    owner: &str,
-    addresses: &[IpAddr],
-    egress: Option<&Egress>,
-    changed: &mut bool,
-) -> Result<()> {
+pub fn ensure(rules: &ForwardRules, changed: &mut bool) -> Result<()> {
+    replace(&owner::name(&rules.attachment), &rules.addresses, rules.egress.as_ref(), changed)
+}
+
+/// Removes the attachment's egress rules.
+///
+/// # Errors
+/// The rules cannot be read or removed.
+pub fn purge(attachment: &AttachmentId) -> Result<()> {
+    replace(&owner::name(attachment), &[], None, &mut false)
+}
+
+/// Makes the rules for the attachment `owner` those of `egress`, in one transaction; without
+/// `egress`, removes them. Removes those of [outdated records](owner::outdated_records) of
+/// `addresses`. Sets `changed` to true if an address may have been recorded, even on an error.
+fn replace(owner: &str, addresses: &[IpAddr], egress: Option<&Egress>, changed: &mut bool) -> Result<()> {
     let own = owned_addresses(owner, addresses, egress.unwrap_or(&Egress::default()));
     let wanted: &[OwnedAddress] = if egress.is_some() { &own } else { &[] };
     let plan = |nft: &mut Nft, batch: &mut Batch| {
@@ -201,7 +212,7 @@ pub(super) fn ensure(
         *changed |= chain.add(nft, batch, &records, wanted)?;
         Ok(())
     };
-    engine::change(nft, plan).map(drop)
+    engine::change(&mut Nft::open()?, plan).map(drop)
 }
 
 /// Adds to `batch` what is missing of the chains that all networks share, and of the chain and the
@@ -271,8 +282,13 @@ pub(super) fn remove_network(nft: &mut Nft, batch: &mut Batch, chain: &str) -> R
 
 /// Returns a sentence for each rule or element that an ADD would write and that is missing; empty
 /// if none is.
-pub(super) fn check(nft: &mut Nft, owner: &str, addresses: &[IpAddr], egress: &Egress) -> Result<Vec<String>> {
-    let chain = network_chain(owner);
+///
+/// # Errors
+/// The rules cannot be read.
+pub fn check(rules: &ForwardRules) -> Result<Vec<String>> {
+    let Some(egress) = &rules.egress else { return Ok(Vec::new()) };
+    let (nft, owner) = (&mut Nft::open()?, owner::name(&rules.attachment));
+    let chain = network_chain(&owner);
     let mut wrong_chains = Vec::new();
     for (name, base) in [FORWARD, INPUT] {
         if !nft.has_base_chain(TABLE, name, base)? || !has_rules(nft, name, &hook_rules(base.hook))? {
@@ -290,7 +306,7 @@ pub(super) fn check(nft: &mut Nft, owner: &str, addresses: &[IpAddr], egress: &E
     }
     let sentence = |name: &str| format!("nft chain {TABLE} {name} is missing or has other rules than it should");
     let mut missing: Vec<String> = wrong_chains.into_iter().map(sentence).collect();
-    for owned in owned_addresses(owner, addresses, egress) {
+    for owned in owned_addresses(&owner, &rules.addresses, egress) {
         let element = element(&owned);
         if !element.exists(nft, TABLE)? {
             missing.push(element.lack(TABLE, &owned.ingress));
@@ -299,8 +315,11 @@ pub(super) fn check(nft: &mut Nft, owner: &str, addresses: &[IpAddr], egress: &E
     Ok(missing)
 }
 
-/// Checks that [`ensure`] can work here; fails with the reason if it cannot. Nothing changes.
-pub(super) fn probe() -> Result<()> {
+/// Checks that [`ensure`] can work here. Nothing changes.
+///
+/// # Errors
+/// The reason why it cannot work.
+pub fn probe() -> Result<()> {
     let mut nft = Nft::open()?;
     // An earlier ADD has written these rules, so the kernel has what they need.
     if nft.has_base_chain(TABLE, INPUT.0, INPUT.1)? {

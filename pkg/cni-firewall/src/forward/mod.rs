@@ -25,7 +25,7 @@ use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
-pub(super) mod egress;
+pub mod egress;
 mod entry_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
@@ -146,43 +146,6 @@ impl<'m> Forward<'m> {
         let result = self.store.ensure_in_iptables(rules.families(), plan, &mut changed);
         written.changed |= changed;
         result
-    }
-
-    /// Writes the egress rules of `rules`, or removes those of the attachment if it has none. Also
-    /// removes the egress rules of attachments without a DEL that had one of the addresses. Sets
-    /// `changed` to true if rules of the attachment may have been written, even on an error; the
-    /// caller then owes a [`purge_egress`](Forward::purge_egress) if its ADD fails.
-    ///
-    /// # Errors
-    /// If the rules cannot be read or written.
-    pub fn ensure_egress(&self, rules: &ForwardRules, changed: &mut bool) -> Result<()> {
-        let owner = owner::name(&rules.attachment);
-        egress::ensure(&mut Nft::open()?, &owner, &rules.addresses, rules.egress.as_ref(), changed)
-    }
-
-    /// Removes the attachment's egress rules.
-    ///
-    /// # Errors
-    /// If the rules cannot be read or removed.
-    pub fn purge_egress(&self, attachment: &AttachmentId) -> Result<()> {
-        egress::ensure(&mut Nft::open()?, &owner::name(attachment), &[], None, &mut false)
-    }
-
-    /// Returns a sentence for each egress rule that is missing; empty if none.
-    ///
-    /// # Errors
-    /// If rules cannot be read.
-    pub fn check_egress(&self, rules: &ForwardRules) -> Result<Vec<String>> {
-        let Some(egress) = &rules.egress else { return Ok(Vec::new()) };
-        egress::check(&mut Nft::open()?, &owner::name(&rules.attachment), &rules.addresses, egress)
-    }
-
-    /// Checks that [`ensure_egress`](Forward::ensure_egress) can work here.
-    ///
-    /// # Errors
-    /// The reason why it cannot work.
-    pub fn probe_egress(&self) -> Result<()> {
-        egress::probe()
     }
 
     /// Removes the rules of the selected attachments from both backends. Rules of the Go plugin are
