@@ -10,7 +10,7 @@ use std::fmt;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A CNI error code. This is not an enum, because any code of a delegate is passed on.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Code(pub u32);
 
 impl Code {
@@ -50,12 +50,6 @@ impl Code {
     pub const REFUSED: Code = Code(103);
     /// An internal error of the plugin.
     pub const INTERNAL: Code = Code(999);
-}
-
-impl fmt::Debug for Code {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Code({})", self.0)
-    }
 }
 
 impl fmt::Display for Code {

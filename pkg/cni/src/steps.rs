@@ -111,13 +111,8 @@ impl CallTimer {
 
 /// Formats a value for a log line of `key=value` pairs. An empty value, and a value with `"`, `=`,
 /// `\` or anything but visible ASCII characters, is quoted and escaped.
+#[derive(Debug)]
 pub struct Quoted<T>(pub T);
-
-impl<T: fmt::Debug> fmt::Debug for Quoted<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
 
 impl<T: fmt::Display> fmt::Display for Quoted<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

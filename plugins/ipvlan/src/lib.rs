@@ -13,7 +13,7 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{IpvlanMode, Stacked};
-use cni_plugin::interface::stacked::{self, Choices, MasterNamespace};
+use cni_plugin::interface::stacked::{self, Choices};
 use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
@@ -42,7 +42,7 @@ pub struct Keys {
     master: String,
     mode: String,
     mtu: i64,
-    link_in_container: MasterNamespace,
+    link_in_container: bool,
     dns: ConfDns,
     runtime_config: keys::RuntimeDnsConfig,
 }
@@ -66,7 +66,7 @@ impl Interface for Ipvlan {
             link: Choices {
                 stacked: Stacked::Ipvlan(mode),
                 master: keys::non_empty(keys.master),
-                master_namespace: keys.link_in_container,
+                link_in_container: keys.link_in_container,
                 // Go's plugin ignores a negative MTU.
                 mtu: keys.mtu.max(0),
                 mac: None,

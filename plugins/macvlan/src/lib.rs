@@ -11,7 +11,7 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{MacvlanMode, Stacked};
-use cni_plugin::interface::stacked::{self, Choices, MasterNamespace};
+use cni_plugin::interface::stacked::{self, Choices};
 use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
@@ -39,7 +39,7 @@ pub struct Keys {
     mode: String,
     mtu: i64,
     mac: String,
-    link_in_container: MasterNamespace,
+    link_in_container: bool,
     #[serde(rename = "bcqueuelen")]
     broadcast_queue: u32,
     dns: ConfDns,
@@ -71,7 +71,7 @@ impl Interface for Macvlan {
             link: Choices {
                 stacked: Stacked::Macvlan(mode),
                 master: keys::non_empty(keys.master),
-                master_namespace: keys.link_in_container,
+                link_in_container: keys.link_in_container,
                 mtu: keys.mtu,
                 mac: keys::mac(sources).map_err(|reason| mac_error(sources, &reason))?,
                 broadcast_queue: Some(keys.broadcast_queue).filter(|length| *length > 0),

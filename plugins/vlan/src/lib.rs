@@ -10,7 +10,7 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::Stacked;
-use cni_plugin::interface::stacked::{self, Choices, MasterNamespace};
+use cni_plugin::interface::stacked::{self, Choices};
 use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
 use cni_plugin::keys;
 use serde::Deserialize;
@@ -37,7 +37,7 @@ pub struct Keys {
     master: String,
     vlan_id: Option<i64>,
     mtu: i64,
-    link_in_container: MasterNamespace,
+    link_in_container: bool,
     dns: ConfDns,
     runtime_config: keys::RuntimeDnsConfig,
 }
@@ -61,7 +61,7 @@ impl Interface for Vlan {
             link: Choices {
                 stacked: Stacked::Vlan(check_vlan_id(keys.vlan_id)?),
                 master: Some(master),
-                master_namespace: keys.link_in_container,
+                link_in_container: keys.link_in_container,
                 mtu: keys.mtu,
                 mac: None,
                 broadcast_queue: None,

@@ -12,7 +12,6 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Mac, Netlink, Stacked, StackedSpec};
-use serde::{Deserialize, Deserializer};
 
 use super::veth::undo_creation;
 use super::{AttachmentContext, Check, CreatedLink, failed, ifname_taken};
@@ -24,8 +23,8 @@ pub struct Choices {
     pub stacked: Stacked,
     /// The name of the master, or `None` for the interface of the default route.
     pub master: Option<String>,
-    /// The namespace that has the master.
-    pub master_namespace: MasterNamespace,
+    /// Whether the master is in the container's namespace, not in the host's.
+    pub link_in_container: bool,
     /// The MTU as configured, not yet checked against the master's; 0 for the kernel's default.
     pub mtu: i64,
     /// The hardware address, or `None` for one that the kernel chooses.
@@ -33,24 +32,6 @@ pub struct Choices {
     /// How many broadcast frames the master of a macvlan may queue, or `None` for the kernel's
     /// default.
     pub broadcast_queue: Option<u32>,
-}
-
-/// The namespace of a master.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MasterNamespace {
-    /// The host's.
-    #[default]
-    Host,
-    /// The container's.
-    Container,
-}
-
-impl<'de> Deserialize<'de> for MasterNamespace {
-    /// Reads `linkInContainer`.
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<MasterNamespace, D::Error> {
-        let inside = Option::<bool>::deserialize(deserializer)?.unwrap_or_default();
-        Ok(if inside { MasterNamespace::Container } else { MasterNamespace::Host })
-    }
 }
 
 impl Choices {
@@ -83,10 +64,10 @@ impl Choices {
     /// exists. Returns `None` if the master is in the container, or if none is configured and the
     /// interface of the default route cannot be found.
     pub fn host_master(&self) -> Option<String> {
-        match (&self.master, self.master_namespace) {
-            (_, MasterNamespace::Container) => None,
-            (Some(name), MasterNamespace::Host) => Some(name.clone()),
-            (None, MasterNamespace::Host) => Some(self.find_master(&Netlink::open().ok()?).ok()?.name),
+        match &self.master {
+            _ if self.link_in_container => None,
+            Some(name) => Some(name.clone()),
+            None => Some(self.find_master(&Netlink::open().ok()?).ok()?.name),
         }
     }
 
@@ -118,10 +99,7 @@ pub fn create<'a, C>(
     rollback: &mut Rollback<'a>,
 ) -> Result<CreatedLink<()>> {
     let container = Rc::new(context.container.clone());
-    let master_side: &Netlink = match choices.master_namespace {
-        MasterNamespace::Host => &context.host,
-        MasterNamespace::Container => &container,
-    };
+    let master_side: &Netlink = if choices.link_in_container { &container } else { &context.host };
     let master = choices.find_master(master_side)?;
     let stacked = choices.stacked;
     let spec = StackedSpec {
@@ -194,7 +172,7 @@ pub fn check<C>(check: &Check<'_, C>, stacked: Stacked, mismatch: impl fmt::Disp
 /// # Errors
 /// Code 50 if the master does not exist or the MTU is out of range.
 pub fn ready(choices: &Choices) -> Result<()> {
-    if choices.master_namespace == MasterNamespace::Container {
+    if choices.link_in_container {
         return Ok(());
     }
     let check = || choices.check_mtu(&choices.find_master(&Netlink::open()?)?);
