@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use cni::machine::Machine as _;
+use cni::machine::{Machine as _, OnSigterm};
 use nix::poll::{PollFd, PollFlags};
 
 use crate::machine::{LinuxMachine, is_ready, wait_ready};
@@ -83,16 +83,24 @@ impl<F: AsFd> Write for Stream<'_, F> {
 /// Waits until a descriptor is readable, or its other end is closed.
 ///
 /// # Errors
-/// [`ErrorKind::TimedOut`] after a termination signal, and at the deadline.
-pub fn wait_readable(fd: impl AsFd, deadline: Instant, machine: &dyn cni::machine::Machine) -> io::Result<()> {
+/// [`ErrorKind::TimedOut`] at the deadline and, with [`OnSigterm::Kill`], after a termination
+/// signal.
+pub fn wait_readable(
+    fd: impl AsFd,
+    deadline: Instant,
+    machine: &dyn cni::machine::Machine,
+    on_sigterm: OnSigterm,
+) -> io::Result<()> {
     let sigterm = crate::watch::term_descriptor()?;
     loop {
-        if machine.terminated() {
+        if on_sigterm == OnSigterm::Kill && machine.terminated() {
             return Err(io::Error::new(ErrorKind::TimedOut, "interrupted by a signal"));
         }
         let time_left = deadline.saturating_duration_since(machine.now());
         let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN), PollFd::new(sigterm.as_fd(), PollFlags::POLLIN)];
-        wait_ready(&mut fds, Some(time_left))?;
+        // With `Finish`, a signal in the descriptor would end each poll at once.
+        let length = if on_sigterm == OnSigterm::Kill { 2 } else { 1 };
+        wait_ready(&mut fds[..length], Some(time_left))?;
         if is_ready(&fds[0]) {
             return Ok(());
         }
@@ -160,6 +168,13 @@ mod tests {
                 assert_eq!(output.write(b"x").unwrap(), 1);
                 assert_eq!(Stream::new(&machine, &reader, PATIENCE).read(&mut [0; 8]).unwrap(), 1);
             }
+            // As the undo of an ADD waits for a daemon after the signal.
+            let wait = |on_sigterm| wait_readable(&reader, Instant::now() + SHORT, &machine, on_sigterm).map(|()| 0);
+            timed_out(wait(OnSigterm::Kill), "interrupted by a signal");
+            raise(Signal::SIGTERM).unwrap();
+            timed_out(wait(OnSigterm::Finish), "the other end of the stream did not answer in time");
+            output.write_all(b"x").unwrap();
+            assert_eq!(wait(OnSigterm::Finish).unwrap(), 0);
         };
         let begin = Instant::now();
         thread::Builder::new()

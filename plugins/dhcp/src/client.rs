@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use cni::config::NetConf;
 use cni::delegate::{self, answer_margin};
-use cni::machine::Machine;
+use cni::machine::{Machine, OnSigterm};
 use cni::result::AddResult;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
@@ -60,6 +60,8 @@ pub(crate) struct DaemonClient<'a> {
     machine: &'a dyn Machine,
     /// When the daemon must have answered, for the calls that acquire a lease and for their undo.
     deadline: Option<Instant>,
+    /// Whether a signal to end also ends the waits for the daemon.
+    on_sigterm: OnSigterm,
 }
 
 /// A connection whose first line the daemon has answered.
@@ -83,12 +85,19 @@ impl<'a> DaemonClient<'a> {
     /// Returns a client without checking the configuration: DEL and GC must work even if keys other
     /// than the socket's path are invalid.
     pub(crate) fn for_call_unchecked(call: &Call<'a>) -> DaemonClient<'a> {
-        DaemonClient { socket: conf::socket(&call.conf), machine: call.machine, deadline: None }
+        DaemonClient {
+            socket: conf::socket(&call.conf),
+            machine: call.machine,
+            deadline: None,
+            on_sigterm: OnSigterm::Kill,
+        }
     }
 
-    /// Returns a client for the undo of an ADD, whose own deadline may have passed.
+    /// Returns a client for the undo of an ADD, whose own deadline may have passed, and which a
+    /// signal may have ended.
     pub(crate) fn for_undo(&self, conf: &NetConf) -> DaemonClient<'a> {
-        DaemonClient { deadline: self.deadline.map(|deadline| deadline + undo_limit(conf)), ..self.clone() }
+        let deadline = self.deadline.map(|deadline| deadline + undo_limit(conf));
+        DaemonClient { deadline, on_sigterm: OnSigterm::Finish, ..self.clone() }
     }
 
     /// Returns the time after `limit`, but not later than the client's deadline.
@@ -148,7 +157,7 @@ impl DaemonConnection<'_> {
     /// Waits for bytes from the daemon, and passes them to the decoder.
     fn receive(&mut self, deadline: Instant) -> io::Result<()> {
         let mut buffer = [0; 4096];
-        wait_readable(&self.stream, deadline, self.client.machine)?;
+        wait_readable(&self.stream, deadline, self.client.machine, self.client.on_sigterm)?;
         match self.stream.read(&mut buffer)? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             length => {

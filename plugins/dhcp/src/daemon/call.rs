@@ -25,8 +25,8 @@ const MAX_KEY_IN_ID: usize = 254;
 impl Daemon {
     /// Returns the leases of an attachment as a result. Starts a task for each lease that has none
     /// for the present interface. Waits until the tasks have acquired their leases or one has given
-    /// up, or until `client_closed`. A search whose last client is gone ends: otherwise it could
-    /// lease an address that no DEL would release.
+    /// up, or until `client_closed`. Then ends the searches, and releases the leases that this call
+    /// has requested, unless another call waits for them too: no DEL would release the address.
     ///
     /// # Errors
     /// The text for the plugin: the configuration or interface is unusable, a lease is lost or was
@@ -60,7 +60,7 @@ impl Daemon {
                 outcome = handle.lease() => outcome,
                 () = &mut client_closed => {
                     for (key, handle) in &handles {
-                        self.stop_unattended(key, handle).await;
+                        self.stop_unattended(key, handle, started.contains(key)).await;
                     }
                     return Err("the client has closed the connection".to_owned());
                 }
@@ -92,15 +92,17 @@ impl Daemon {
         }
     }
 
-    /// Stops the search of `handle`, whose client is gone, unless another call waits for it too.
-    async fn stop_unattended(&self, key: &str, handle: &Handle) {
+    /// Stops the search of `handle`, whose client is gone, unless another call waits for it too. If
+    /// the client's call has started the search, also releases a lease that was found.
+    async fn stop_unattended(&self, key: &str, handle: &Handle, is_started_by_call: bool) {
         // One reference is the daemon's, the other that of `handle`.
         let is_last = Rc::strong_count(&handle.waiting) <= 2;
         let is_acquiring = matches!(*handle.status.borrow(), Status::Acquiring);
         let is_current =
             self.attachments.borrow().get(key).is_some_and(|current| current.status.same_channel(&handle.status));
-        if is_last && is_acquiring && is_current {
-            log(format_args!("{key}: the plugin has ended, so the search for a lease ends"));
+        if is_last && (is_acquiring || is_started_by_call) && is_current {
+            let ended = if is_acquiring { "the search for a lease ends" } else { "its lease is released" };
+            log(format_args!("{key}: the plugin has ended, so {ended}"));
             self.release(key).await;
         }
     }

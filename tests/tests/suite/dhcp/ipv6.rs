@@ -143,6 +143,23 @@ fn a_silent_ipv6_server_fails_the_add_and_frees_ipv4() {
 }
 
 #[test]
+fn sigterm_during_the_ipv6_search_releases_ipv4() {
+    require!(probe::dnsmasq().map(drop));
+    let lan = Lan::new(10, &[]);
+    let _daemon = lan.daemon();
+    let container = lan.container(&["eth0"]);
+    let both = attachment(&lan, &container, json!({"ipv6": "stateful"}));
+    let mut started = both.invocation("ADD", None).start();
+    started.release();
+    until("the IPv4 address is leased", || daemon_log(&lan).contains(" is leased by "));
+    started.terminate();
+    let output = started.finish();
+    output.fails_naming(11, &["error calling DHCP.AllocateIPv6", "interrupted by a signal"]);
+    until("the server has the IPv4 address back", || lan.leased().is_empty());
+    assert_eq!((lan.records(), output.stderr.as_str()), (0, ""));
+}
+
+#[test]
 fn a_managed_network_without_a_server_fails_the_add() {
     require!(probe::radvd().map(drop));
     let lan = Lan::silent();
