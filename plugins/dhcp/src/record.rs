@@ -87,6 +87,9 @@ pub(crate) fn key_v6(key: &str) -> String {
     format!("{key}/ipv6")
 }
 
+/// The extension of the temporary file that is renamed to a record.
+const PART: &str = "part";
+
 /// The folder of the records.
 #[derive(Clone, Debug)]
 pub(crate) struct Records(PathBuf);
@@ -114,7 +117,7 @@ impl Records {
         let path = self.path(&record.key());
         let write = || -> io::Result<()> {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
-            let temporary = path.with_extension("part");
+            let temporary = path.with_extension(PART);
             let json = serde_json::to_vec(record).map_err(io::Error::other)?;
             replace(&path, &temporary, &json)
         };
@@ -141,6 +144,15 @@ impl Records {
     /// Code 5 if the record cannot be read or decoded.
     pub(crate) fn find(&self, key: &str) -> Result<Option<Record>> {
         read(&self.path(key))
+    }
+
+    /// Removes the temporary files that a killed daemon has left. Only for the daemon, before it
+    /// writes a record. An error is ignored: such a file does no harm.
+    pub(crate) fn purge_temporary(&self) {
+        let paths = fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path());
+        for path in paths.filter(|path| path.extension().is_some_and(|extension| extension == PART)) {
+            let _ = fs::remove_file(path);
+        }
     }
 
     /// Reads all records. A record that cannot be read is left out: its lease is not renewed, and

@@ -228,6 +228,7 @@ impl Daemon {
 
     /// Starts the tasks of the recorded leases.
     fn resume(self: &Rc<Self>) {
+        self.records.purge_temporary();
         let records = self.records.list().unwrap_or_else(|error| {
             log(format_args!("{error}"));
             Vec::new()

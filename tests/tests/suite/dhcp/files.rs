@@ -145,3 +145,12 @@ fn records_are_for_root_alone_and_written_through_no_link() {
     assert_eq!((mode(&record), lan.records()), (0o600, 1));
     attachment.del().success();
 }
+
+#[test]
+fn a_record_that_a_killed_daemon_left_partly_is_removed() {
+    require!(probe::plugin("dhcp"));
+    let lan = Lan::silent();
+    lan.node.file("dhcp/0123.part", "{}");
+    let _daemon = lan.daemon();
+    assert_eq!(lan.records(), 0);
+}
