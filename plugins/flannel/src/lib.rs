@@ -176,14 +176,14 @@ impl Plugin for Flannel {
                 continue;
             }
             let Stored::Delegated(stored) = stored(call, &file)? else { continue };
-            delegates.insert(stored.get("type").map(Value::to_string), stored);
+            delegates.insert(gc_key(&stored), stored);
             let id = file.path().file_name().unwrap_or_default();
             if !valid.iter().any(|(valid_id, _)| id == valid_id) {
                 stale.push(file);
             }
         }
         match delegated(&call.conf) {
-            Ok(present) => drop(delegates.insert(present.get("type").map(Value::to_string), present)),
+            Ok(present) => drop(delegates.insert(gc_key(&present), present)),
             Err(error) => call.notes.note(format_args!("gc: only stored configurations are used: {error}")),
         }
         let run = |delegated: Delegated| find_delegate(call, &delegated)?.gc();
@@ -205,6 +205,13 @@ impl Plugin for Flannel {
         folder(&call.conf)?.check_writable()?;
         find_delegate(call, &delegated)?.status()
     }
+}
+
+/// Returns what distinguishes the configurations whose GC must run: the delegate, its IPAM plugin
+/// and the folder of that plugin's reservations.
+fn gc_key(delegated: &Delegated) -> [String; 3] {
+    let ipam = delegated.get("ipam").unwrap_or(&Value::Null);
+    [delegated.get("type").unwrap_or(&Value::Null), &ipam["type"], &ipam["dataDir"]].map(Value::to_string)
 }
 
 /// Returns the folder of the stored configurations.
