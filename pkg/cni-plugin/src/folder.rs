@@ -15,7 +15,7 @@ use cni::{Code, Error, Result};
 use cni_linux::file::replace;
 
 /// The length in bytes of the longest file that is read.
-const MAX_SIZE: u64 = 1 << 20;
+pub(crate) const MAX_SIZE: u64 = 1 << 20;
 
 /// The folder of the files of all networks, for a call of one of these networks.
 #[derive(Clone, Debug)]
@@ -167,11 +167,11 @@ impl StateFile {
     /// Creates or replaces the file. A reader sees the old content or the new one.
     ///
     /// # Errors
-    /// Code 5 if the file cannot be written; then it is unchanged.
+    /// Code 5 if the file cannot be written, or is too long to be read; then it is unchanged.
     pub fn write(&self, bytes: &[u8]) -> Result<()> {
         let temporary = self.temporary();
         let step = Step::begin();
-        let written = match replace(&self.path, &temporary, bytes) {
+        let written = match check_size(bytes).and_then(|()| replace(&self.path, &temporary, bytes)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 self.folder.ensure().and_then(|()| replace(&self.path, &temporary, bytes))
             }
@@ -261,6 +261,17 @@ fn is_absent(error: &io::Error) -> bool {
         InvalidInput => error.raw_os_error().is_none(),
         _ => false,
     }
+}
+
+/// Checks that a file with these bytes can be read again.
+///
+/// # Errors
+/// The file would be longer than [`MAX_SIZE`].
+pub(crate) fn check_size(bytes: &[u8]) -> io::Result<()> {
+    if bytes.len() as u64 > MAX_SIZE {
+        return Err(io::Error::other(format!("it would be longer than {MAX_SIZE} bytes")));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -15,11 +15,10 @@ use cni::skel::Call;
 use cni::steps::Step;
 use cni::{AttachmentId, Code, Error, Result};
 use cni_linux::file::{create, replace};
+
+use crate::folder::{MAX_SIZE, check_size};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-
-/// The length in bytes of the longest record that is read.
-const MAX_SIZE: u64 = 1 << 20;
 
 /// The record of one attachment, which is stored as JSON.
 pub trait AttachmentRecord: Serialize + DeserializeOwned {
@@ -51,8 +50,8 @@ pub trait AttachmentRecord: Serialize + DeserializeOwned {
     /// # Errors
     /// Code 5 if the folder cannot be read.
     fn list_stale(call: &Call<'_>, valid: &ValidAttachments) -> Result<Vec<Self>> {
-        let records = list_as::<Self>(Path::new(Self::FOLDER))?.into_iter().map(|(_, record)| record);
-        Ok(records
+        Ok(Self::list()?
+            .into_iter()
             .filter(|record| {
                 let attachment = record.attachment();
                 attachment.network == call.conf.name() && !valid.contains(&attachment.container_id, &attachment.ifname)
@@ -60,14 +59,23 @@ pub trait AttachmentRecord: Serialize + DeserializeOwned {
             .collect())
     }
 
+    /// Returns the records of all attachments. Leaves out those that cannot be read.
+    ///
+    /// # Errors
+    /// Code 5 if the folder cannot be read.
+    fn list() -> Result<Vec<Self>> {
+        Ok(list_as::<Self>(Path::new(Self::FOLDER))?.into_iter().map(|(_, record)| record).collect())
+    }
+
     /// Creates or replaces the record. A reader sees the old record or the new one.
     ///
     /// # Errors
-    /// Code 5 if it cannot be written.
+    /// Code 5 if it cannot be written, or is too long to be read.
     fn write(&self) -> Result<()> {
         let path = path(Self::FOLDER, &self.attachment());
         let write = || -> io::Result<()> {
             let json = serde_json::to_vec(self).map_err(io::Error::other)?;
+            check_size(&json)?;
             let created = match create(&path, &json) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     ensure_folder(Path::new(Self::FOLDER))?;

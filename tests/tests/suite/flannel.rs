@@ -242,3 +242,31 @@ fn gc_removes_containers_that_are_not_valid() {
     fs::remove_file(other).unwrap();
     nothing_is_left(&node);
 }
+
+#[test]
+fn gc_reaches_the_former_store_of_a_changed_ipam() {
+    require!(probe::plugin("flannel"));
+    let node = Node::new();
+    let config = patched(ready(&node), json!({"cniVersion": "1.1.0"}));
+    let (_c, former, _) = attach(&node, &config, 1).remove(0);
+    let other = node.dir().join("other-store");
+    let present = patched(config, json!({"ipam": {"dataDir": other}}));
+    let (_d, present, _) = attach(&node, &present, 1).remove(0);
+    present.gc(&[(&present.id, "eth0")]).success();
+    assert_eq!((stored(&node), node.reservations("net1")), (vec![present.id.clone()], vec![]));
+    present.gc(&[]).success();
+    assert_eq!(former.gc(&[]).success(), Value::Null);
+    nothing_is_left(&node);
+}
+
+#[test]
+fn a_configuration_that_del_could_not_read_fails_the_add() {
+    require!(probe::plugin("flannel"));
+    let node = Node::new();
+    let container = node.container();
+    let config = patched(ready(&node), json!({"delegate": {"comment": "x".repeat(1 << 20)}}));
+    let attachment = Attachment::new(&node, &container, config);
+    attachment.add().fails_naming(5, &["failed to write the stored configuration", "longer than 1048576 bytes"]);
+    assert_eq!((container.link("eth0"), node.link("br0")), (None, None));
+    nothing_is_left(&node);
+}
