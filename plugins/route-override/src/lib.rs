@@ -59,8 +59,9 @@ impl Plugin for RouteOverride {
         let change = Change::new(&netlink, &links, link.index, &conf, &call.notes)?;
         let mut rollback = call.rollback();
         if !change.is_empty() {
-            let previous = Record::find(&call.attachment())?.filter(|record| record.is_of(&netns, &link));
-            let mut record = previous.clone().unwrap_or_else(|| Record::new(call.attachment(), &netns, &link));
+            let previous = Record::find(&call.attachment())?.filter(|record| record.is_of(&netlink, &netns, &link));
+            let mut record =
+                previous.clone().unwrap_or_else(|| Record::new(call.attachment(), &netlink, &netns, &link));
             record.extend(&change.removed, &change.added());
             let (undo_netlink, removed, added) = (netlink.clone(), change.removed.clone(), change.added());
             let undo_record = record.clone();
@@ -120,7 +121,7 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
     let netlink = netns.run(Netlink::open)??;
     // The container may have renamed it.
     let link = netlink.find_link_by_index(record.interface.0)?;
-    if !link.is_some_and(|link| record.is_of(netns, &link)) {
+    if !link.is_some_and(|link| record.is_of(&netlink, netns, &link)) {
         call.notes.note(format_args!("no route was restored: {} is not the interface of the ADD", call.ifname));
         return Ok(());
     }

@@ -4,7 +4,7 @@
 //! it: it has the changes of all of them.
 
 use cni::AttachmentId;
-use cni_linux::{Link, Netns, SavedRoute};
+use cni_linux::{Link, Netlink, Netns, SavedRoute};
 use cni_plugin::record::AttachmentRecord;
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +14,9 @@ pub(crate) struct Record {
     attachment: AttachmentId,
     /// The device and inode numbers of the container's namespace.
     netns: (u64, u64),
+    /// The cookie of this namespace, since the kernel reuses inode numbers.
+    #[serde(default)]
+    netns_cookie: Option<u64>,
     /// The index of CNI_IFNAME and of a veth's other end. A new namespace can soon get the numbers
     /// of a deleted one, but its interfaces have other indexes.
     pub(crate) interface: (u32, Option<u32>),
@@ -32,15 +35,18 @@ impl AttachmentRecord for Record {
 }
 
 impl Record {
-    /// Returns a record without changes. `link` is CNI_IFNAME in `netns`.
-    pub(crate) fn new(attachment: AttachmentId, netns: &Netns, link: &Link) -> Record {
+    /// Returns a record without changes. `link` is CNI_IFNAME in `netns`, and `netlink` a
+    /// connection to this namespace.
+    pub(crate) fn new(attachment: AttachmentId, netlink: &Netlink, netns: &Netns, link: &Link) -> Record {
         let interface = (link.index, link.peer_index);
-        Record { attachment, netns: netns.id(), interface, removed: Vec::new(), added: Vec::new() }
+        let netns_cookie = netlink.netns_cookie();
+        Record { attachment, netns: netns.id(), netns_cookie, interface, removed: Vec::new(), added: Vec::new() }
     }
 
-    /// Whether the record is about this interface in `netns`.
-    pub(crate) fn is_of(&self, netns: &Netns, link: &Link) -> bool {
-        self.netns == netns.id() && self.interface == (link.index, link.peer_index)
+    /// Whether the record is about this interface in `netns`, with the connection `netlink`.
+    pub(crate) fn is_of(&self, netlink: &Netlink, netns: &Netns, link: &Link) -> bool {
+        let has_cookie = self.netns_cookie.is_none_or(|cookie| netlink.netns_cookie() == Some(cookie));
+        self.netns == netns.id() && has_cookie && self.interface == (link.index, link.peer_index)
     }
 
     /// Adds the changes of one ADD. A removed route that an earlier ADD had added is left out: DEL

@@ -33,6 +33,12 @@ pub struct Netlink {
 }
 
 impl Netlink {
+    /// Returns the number of the connection's network namespace, which no other namespace gets
+    /// until the next boot; `None` on kernels before 5.14.
+    pub fn netns_cookie(&self) -> Option<u64> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).netns_cookie()
+    }
+
     /// Opens a connection to the calling thread's namespace.
     pub fn open() -> Result<Netlink> {
         open().map(Netlink::new).map_err(|error| Error::new("failed to open a netlink socket", error))
