@@ -68,7 +68,7 @@ impl Interface for Bond {
         }
         let place = if conf.place == Place::Host { host } else { container };
         let ports = find_ports(place, conf)?;
-        let record = Record::new(&context.attachment, netns, conf.place, &ports);
+        let record = Record::new(&context.attachment, container, netns, conf.place, &ports);
         let (undo_record, undo_host, undo_container) = (record.clone(), Rc::clone(host), container.clone());
         let undo_netns = Netns::open(netns.path())?;
         rollback.push("return the ports of the bond", move || {
@@ -108,7 +108,9 @@ impl Interface for Bond {
         }
         let ports = check.context.container.list_ports(bond.index)?;
         for name in &conf.links {
-            if !ports.iter().any(|port| port.name == *name) {
+            // The name can be an alternative one.
+            let link = check.context.container.find_link(name)?;
+            if !link.is_some_and(|link| ports.iter().any(|port| port.index == link.index)) {
                 return Err(failed(format!("{name} is not a port of bond {}", bond.name)));
             }
         }

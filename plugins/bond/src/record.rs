@@ -18,6 +18,9 @@ pub(crate) struct Record {
     /// The device and inode numbers of the container's namespace. CNI_NETNS may lead to another one
     /// later.
     netns: (u64, u64),
+    /// The cookie of this namespace, since the kernel reuses inode numbers.
+    #[serde(default)]
+    netns_cookie: Option<u64>,
     /// Whether the ports are interfaces of the container.
     in_container: bool,
     ports: Vec<BorrowedLink>,
@@ -32,11 +35,19 @@ impl AttachmentRecord for Record {
 }
 
 impl Record {
-    /// Returns the record of an attachment that bonds `ports`.
-    pub(crate) fn new(attachment: &AttachmentId, netns: &Netns, place: Place, ports: &[Link]) -> Record {
+    /// Returns the record of an attachment that bonds `ports`. `container` is a connection to
+    /// `netns`.
+    pub(crate) fn new(
+        attachment: &AttachmentId,
+        container: &Netlink,
+        netns: &Netns,
+        place: Place,
+        ports: &[Link],
+    ) -> Record {
         Record {
             attachment: attachment.clone(),
             netns: netns.id(),
+            netns_cookie: container.netns_cookie(),
             in_container: place == Place::Container,
             ports: ports.iter().map(BorrowedLink::new).collect(),
         }
@@ -50,18 +61,26 @@ impl Record {
     /// - The errors of the kernel.
     pub(crate) fn give_back(&self, container: &Netlink, netns: &Netns) -> Result<()> {
         // After the container's end, its path may lead to another container's namespace.
-        if self.netns != netns.id() {
+        let has_cookie = self.netns_cookie.is_none_or(|cookie| container.netns_cookie() == Some(cookie));
+        if self.netns != netns.id() || !has_cookie {
             return Ok(());
         }
         let mut errors = Vec::new();
-        let bond = container.find_link(&self.attachment.ifname)?.filter(|link| link.bond_mode.is_some());
+        let is_anothers = |link: &Link| {
+            let alias = link.alias.as_deref();
+            alias.and_then(AttachmentId::parse).is_some() && !self.attachment.is_on(alias)
+        };
+        let bond = container.find_link(&self.attachment.ifname)?;
+        let bond = bond.filter(|link| link.bond_mode.is_some() && !is_anothers(link));
         for port in &self.ports {
             errors.extend(self.release(port, container).err());
         }
         if let Some(bond) = bond {
             errors.extend(container.purge_link(bond.index).err().map(Error::from));
         }
-        Error::join(errors)
+        Error::join(errors)?;
+        // The ports of the container are as they were: nothing is missing on the host.
+        if self.in_container { self.purge() } else { Ok(()) }
     }
 
     /// Takes one port off the bond. Then moves it to the host or, if it was in the container,
@@ -84,30 +103,36 @@ impl Record {
         Ok(container.move_link(link.index, &Netns::current()?, &port.name, &port.alias)?)
     }
 
-    /// Restores the ports that are on the host, and removes the record if none is missing. The
-    /// kernel moves a hardware interface there when the container's namespace ends.
+    /// Restores the ports that are on the host, and removes them from the record, so that a later
+    /// DEL does not reset them. Removes the record if no port is missing. The kernel moves a
+    /// hardware interface to the host when the container's namespace ends.
     ///
     /// # Errors
     /// The errors of the kernel, and those of the record.
     pub(crate) fn complete(&self, call: &Call<'_>, host: &Netlink) -> Result<()> {
         if self.in_container {
-            return self.purge();
+            // After an error of `give_back`, the next DEL needs the record.
+            let netns = call.netns.as_deref().and_then(|path| Netns::open(path).ok());
+            return if netns.is_some_and(|netns| netns.id() == self.netns) { Ok(()) } else { self.purge() };
         }
-        let (mut errors, mut is_pending) = (Vec::new(), false);
+        let (mut errors, mut missing) = (Vec::new(), Vec::new());
         for port in &self.ports {
-            let returned = port.complete_return(host, &call.notes).and_then(|returned| match returned {
-                Return::Complete(index) => port.restore(host, index),
-                Return::Gone => Ok(()),
-                Return::Pending => {
-                    is_pending = true;
-                    Ok(())
-                }
+            let is_done = port.complete_return(host, &call.notes).and_then(|returned| match returned {
+                Return::Complete(index) => port.restore(host, index).map(|()| true),
+                Return::Gone => Ok(true),
+                Return::Pending => Ok(false),
             });
-            errors.extend(returned.err());
+            if !matches!(is_done, Ok(true)) {
+                missing.push(port.clone());
+            }
+            errors.extend(is_done.err());
         }
-        if errors.is_empty() && !is_pending {
-            return self.purge();
-        }
+        let recorded = match missing.len() {
+            0 => self.purge(),
+            count if count == self.ports.len() => Ok(()),
+            _ => Record { ports: missing, ..self.clone() }.write(),
+        };
+        errors.extend(recorded.err());
         Error::join(errors)
     }
 }

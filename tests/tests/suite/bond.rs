@@ -77,6 +77,35 @@ fn a_kernel_without_bonds_keeps_the_ports_on_the_host() {
     assert_eq!((on_host(&node), records(&node)), (before, 0));
 }
 
+/// Needs no bond: the ADD is killed before it creates one.
+#[test]
+fn a_port_that_has_returned_is_restored_once() {
+    require!(probe::plugin("bond"));
+    require!(trace::supported());
+    let node = node();
+    let (container, elsewhere) = (node.container(), node.container());
+    let attachment = Attachment::new(&node, &container, network(&node, json!({})));
+    let add = |at| {
+        let plan = Plan { victim: "bond".to_owned(), at, act: Act::Signal(Signal::SIGKILL) };
+        attachment.invocation("ADD", None).traced(&plan)
+    };
+    let all = add(u64::MAX).all;
+    attachment.del().success();
+    // The record gets its name by `linkat`.
+    let recorded = (1..).zip(&all).find(|(_, hit)| hit.call == "linkat").expect("a record is written").0;
+    add(recorded + 1);
+    node.ip(&[&format!("link set dev1 netns {}", elsewhere.netns().display()), "link set dev0 mtu 1500"]);
+    attachment.del().success();
+    assert_eq!((&node.link("dev0").unwrap()["mtu"], records(&node)), (&json!(1600), 1));
+    // The administrator changes the port that has returned.
+    node.ip(&["link set dev0 mtu 1400"]);
+    attachment.del().success();
+    assert_eq!((&node.link("dev0").unwrap()["mtu"], records(&node)), (&json!(1400), 1));
+    elsewhere.ip(&[&format!("link set dev1 netns {}", node.netns().display())]);
+    attachment.del().success();
+    assert_eq!((&node.link("dev0").unwrap()["mtu"], records(&node)), (&json!(1400), 0));
+}
+
 #[test]
 fn what_cannot_be_bonded_is_refused_and_stays() {
     require!(probe::plugin("bond"));
@@ -221,6 +250,10 @@ fn check_finds_a_lost_port_and_another_mode() {
     attachment.check(&result).fails_with(101, "dev1 is not a port of bond eth0");
     container.ip(&["link set dev1 down", "link set dev1 master eth0"]);
     attachment.check(&result).success();
+    // Configured by an alternative name, as udev gives it.
+    container.ip(&["link property add dev dev1 altname enp7s0"]);
+    let links = json!({"links": [{"name": "dev0"}, {"name": "enp7s0"}]});
+    attachment.clone().config(network(&node, links)).check(&result).success();
     let other = attachment.clone().config(network(&node, json!({"mode": "balance-rr"})));
     other.check(&result).fails_with(101, "bond eth0 has mode active-backup, expected balance-rr");
     container.ip(&["link set eth0 down"]);
