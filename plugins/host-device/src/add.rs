@@ -25,7 +25,7 @@ pub(crate) fn move_to_container<'a>(
 ) -> Result<u32> {
     let AttachmentContext { host, container, call, .. } = context;
     let (undo_host, undo_container, before) = (Rc::clone(host), container.clone(), device.clone());
-    let record = Record::new(&context.attachment, &context.netns, device);
+    let record = Record::new(&context.attachment, container, &context.netns, device);
     let undo_record = record.clone();
     rollback.push(format!("move {} back to the host", device.name), move || {
         undo_move(&undo_host, &undo_container, &undo_record, &before)

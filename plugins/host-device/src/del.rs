@@ -32,7 +32,8 @@ pub(crate) fn remove(call: &Call<'_>, container: &Netlink, inner: &Link) -> Resu
 
 /// Renames the interface if the kernel has moved it to the host, because the container's
 /// namespace ended: gives it the recorded name or else the one in its alias, and removes the
-/// alias.
+/// alias. Without a record, leaves an interface with a name that the kernel does not give it then:
+/// its ADD has failed, and the alias is the administrator's.
 pub(crate) fn clean(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
     let (keys, host) = (keys_of(call), Netlink::open()?);
     if let Some(record) = Record::find(attachment)? {
@@ -48,7 +49,10 @@ pub(crate) fn clean(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
     for link in host.list_links()? {
         let Some(alias) = host_name(&link) else { continue };
         let name = if keys.device.is_empty() { alias } else { &keys.device };
-        if !keys.identifies(&link, prev_mac) {
+        // The kernel names it `devN` if the host has another interface CNI_IFNAME.
+        let number = link.name.strip_prefix("dev").unwrap_or_default();
+        let is_fallen_back = link.name == call.ifname || number.parse::<u32>().is_ok();
+        if !(is_fallen_back || link.name == name) || !keys.identifies(&link, prev_mac) {
             continue;
         }
         if link.name != name {

@@ -119,6 +119,17 @@ pub(crate) fn list_interfaces(device: &str) -> Vec<String> {
     names
 }
 
+/// Whether `parent`, the name of the device below an interface, is that of `device`, or of the
+/// virtio device in it. `device` is as for [`list_interfaces`].
+pub(crate) fn is_at(device: &str, parent: &str) -> bool {
+    let folders = [PCI, AUXILIARY].map(|bus| Path::new(bus).join(device));
+    let has_name = |folder: &PathBuf| {
+        let real = fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());
+        real.ends_with(parent) || (parent.starts_with("virtio") && real.join(parent).exists())
+    };
+    !device.is_empty() && folders.iter().any(has_name)
+}
+
 /// Returns the error for a device that does not exist or has no interface, with the text of Go's
 /// plugin.
 fn not_found(reason: impl std::fmt::Display) -> Error {

@@ -29,7 +29,7 @@ use cni::result::{AddResult, Interface as ResultInterface};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::Call;
 use cni::{Error, Result, ident};
-use cni_linux::{Link, Mac, Netlink, Netns};
+use cni_linux::{Link, LinkKind, Mac, Netlink, Netns};
 use cni_plugin::interface::{
     AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy, Ownership, Release, host_interface,
 };
@@ -37,7 +37,7 @@ use cni_plugin::record::AttachmentRecord as _;
 
 pub use conf::{Conf, Keys};
 
-use device::{Device, find, has_the_only_default_routes, list_interfaces};
+use device::{Device, find, has_the_only_default_routes, is_at, list_interfaces};
 use record::Record;
 
 /// The part of the plugin `host-device` that differs from the other interface plugins.
@@ -83,6 +83,7 @@ impl Interface for HostDevice {
             // No interface: index 0, see `CreatedLink`.
             Device::Dpdk => (0, None),
             Device::Interface(selector) => {
+                record::complete_fallen_back(context.call, &context.host)?;
                 let device = find(&context.host, &selector)?;
                 if has_the_only_default_routes(&context.host, &device)? {
                     context.call.notes.note(format_args!("{}", default_route_warning(&device)));
@@ -102,14 +103,16 @@ impl Interface for HostDevice {
     /// attachment.
     fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
-        let may_be_selected = || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner.mac));
+        let may_be_selected =
+            || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner) && !is_dpdk(call));
         Some(if has_prev_mac || may_be_selected() { Ownership::Ours } else { Ownership::NotOurs })
     }
 
     fn remove_recorded(&self, call: &Call<'_>, container: &Netlink, netns: &Netns) -> Result<bool> {
-        let Some(record) = Record::find(&call.attachment())? else { return Ok(false) };
-        record.give_back(call, container, netns)?;
-        Ok(true)
+        match Record::find(&call.attachment())? {
+            Some(record) => record.give_back(call, container, netns).map(|()| true),
+            None => record::keep_for_another(call, container, netns),
+        }
     }
 
     fn remove(&self, call: &Call<'_>, container: &Netlink, inner: &Link) -> Result<()> {
@@ -146,6 +149,12 @@ fn prev_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
     interface.mac.parse().ok()
 }
 
+/// Whether the configuration selects a device without an interface, so that ADD has moved none.
+fn is_dpdk(call: &Call<'_>) -> bool {
+    let selected = Conf::new(&call.conf, &Notes::silent()).and_then(|conf| Device::selected_by(&conf));
+    selected.is_ok_and(|device| device == Device::Dpdk)
+}
+
 /// Returns the configuration's keys, or none if it cannot be decoded: DEL must work with every
 /// configuration.
 fn keys_of(call: &Call<'_>) -> Keys {
@@ -153,22 +162,35 @@ fn keys_of(call: &Call<'_>) -> Keys {
 }
 
 impl Keys {
-    /// Whether the configuration may have selected an interface that is now in the container.
-    /// `name` is the name that it had on the host, `mac` its hardware address.
-    fn may_have_selected(&self, name: &str, mac: Option<Mac>) -> bool {
+    /// Whether the configuration may have selected `inner`, which is now in the container. `name`
+    /// is the name that it had on the host.
+    fn may_have_selected(&self, name: &str, inner: &Link) -> bool {
         match (self.device.as_str(), self.hwaddr.parse().ok()) {
-            // Another key selected the device: that key gives neither a name nor an address.
-            ("", None) => true,
-            ("", hwaddr) => mac == hwaddr,
+            // Another key selected the device. A pod cannot create an interface of a device.
+            ("", None) => inner.kind == LinkKind::Device && self.may_be_on_device(inner),
+            ("", hwaddr) => inner.mac == hwaddr,
             (device, _) => name == device,
         }
+    }
+
+    /// Whether `inner` is an interface of a configured device, as far as the kernel reports the
+    /// device of an interface.
+    fn may_be_on_device(&self, inner: &Link) -> bool {
+        // The bus and the name: `pci/0000:00:1f.6`.
+        let Some((_, parent)) = inner.parent.as_ref().and_then(|parent| parent.rsplit_once('/')) else { return true };
+        self.devices().iter().any(|device| is_at(device, parent))
+    }
+
+    /// Returns the values of the keys that select an interface by its device; empty if not given.
+    fn devices(&self) -> [&str; 3] {
+        [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath]
     }
 
     /// Whether `link`, a link of the host with an alias, is the device of this configuration.
     /// `prev_mac` is the hardware address in `prevResult`.
     fn identifies(&self, link: &Link, prev_mac: Option<Mac>) -> bool {
         let hwaddr = self.hwaddr.parse::<Mac>().ok();
-        let devices = [&self.pci_bus_id, &self.runtime_config.device_id, &self.kernelpath];
+        let devices = self.devices();
         let has_mac = |mac: Option<Mac>| mac.is_some() && link.mac == mac;
         if has_mac(prev_mac)
             || has_mac(hwaddr)

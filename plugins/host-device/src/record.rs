@@ -10,11 +10,15 @@ use serde::{Deserialize, Serialize};
 
 /// The interface of one attachment, as it was on the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub(crate) struct Record {
     attachment: AttachmentId,
     /// The device and inode numbers of the container's namespace. CNI_NETNS may lead to another one
     /// later.
     netns: (u64, u64),
+    /// The cookie of this namespace, since the kernel reuses inode numbers.
+    #[serde(default)]
+    netns_cookie: Option<u64>,
     /// The interface.
     pub(crate) device: BorrowedLink,
 }
@@ -29,8 +33,20 @@ impl AttachmentRecord for Record {
 
 impl Record {
     /// Returns the record of an attachment that gets `device`, an interface of the host.
-    pub(crate) fn new(attachment: &AttachmentId, netns: &Netns, device: &Link) -> Record {
-        Record { attachment: attachment.clone(), netns: netns.id(), device: BorrowedLink::new(device) }
+    /// `container` is a connection to `netns`.
+    pub(crate) fn new(attachment: &AttachmentId, container: &Netlink, netns: &Netns, device: &Link) -> Record {
+        Record {
+            attachment: attachment.clone(),
+            netns: netns.id(),
+            netns_cookie: container.netns_cookie(),
+            device: BorrowedLink::new(device),
+        }
+    }
+
+    /// Whether `netns`, with the connection `container`, is the recorded namespace.
+    fn is_of(&self, container: &Netlink, netns: &Netns) -> bool {
+        let has_cookie = self.netns_cookie.is_none_or(|cookie| container.netns_cookie() == Some(cookie));
+        self.netns == netns.id() && has_cookie
     }
 
     /// Returns the recorded interface in the container.
@@ -51,7 +67,7 @@ impl Record {
     pub(crate) fn give_back(&self, call: &Call<'_>, container: &Netlink, netns: &Netns) -> Result<()> {
         let name = &self.device.name;
         // After the container's end, its path may lead to another container's namespace.
-        let found = if self.netns == netns.id() { self.find_in(container)? } else { None };
+        let found = if self.is_of(container, netns) { self.find_in(container)? } else { None };
         if let Some(link) = &found {
             ensure_free(name)?;
             container.move_link(link.index, &Netns::current()?, name, "")?;
@@ -77,4 +93,36 @@ impl Record {
             Return::Complete(_) | Return::Gone => self.purge(),
         }
     }
+}
+
+/// DEL without a record: whether CNI_IFNAME in `netns` is the interface that another attachment has
+/// got. Then it is left there, with a note.
+pub(crate) fn keep_for_another(call: &Call<'_>, container: &Netlink, netns: &Netns) -> Result<bool> {
+    let Some(inner) = container.find_link(&call.ifname)? else { return Ok(false) };
+    for record in Record::list()?.iter().filter(|record| record.is_of(container, netns)) {
+        if record.find_in(container)?.is_some_and(|link| link.index == inner.index) {
+            let AttachmentId { network, ifname, .. } = &record.attachment;
+            call.notes.note(format_args!(
+                "{} in {} was not moved to the host: the network {network} has got it as {ifname}",
+                inner.name,
+                netns.path().display()
+            ));
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// ADD: completes the return of the interfaces that the kernel has moved to the host and whose DEL
+/// is missing. Otherwise ADD could record the name that such an interface had in the container.
+pub(crate) fn complete_fallen_back(call: &Call<'_>, host: &Netlink) -> Result<()> {
+    let records = Record::list()?;
+    if records.is_empty() {
+        return Ok(());
+    }
+    let links = host.list_links()?;
+    for record in records.iter().filter(|record| record.device.has_fallen_back(&links)) {
+        record.complete(call, host)?;
+    }
+    Ok(())
 }

@@ -111,11 +111,18 @@ impl BorrowedLink {
     }
 
     /// Returns the interface in the container, which it was moved to from the host under the name
-    /// `inner_name`. If several fit, prefers that name, then the recorded index.
+    /// `inner_name`, or `None` if it is on the host. If several fit, prefers that name, then the
+    /// recorded index.
     ///
     /// # Errors
     /// Those of the kernel.
     pub fn find_in(&self, container: &Netlink, inner_name: &str) -> Result<Option<Link>> {
+        // If ADD failed before the move, another interface of the container can have the index.
+        if !self.is_proof()
+            && Netlink::open()?.find_link_by_index(self.index)?.is_some_and(|link| self.fits(&link, None))
+        {
+            return Ok(None);
+        }
         let mut fitting = container.list_links()?;
         // Asked after the interfaces, because the answer about a veth assigns the ID.
         let host_id = match self.peer_on_host() {
@@ -155,6 +162,14 @@ impl BorrowedLink {
         }
     }
 
+    /// Whether the interface is among `links`, those of the host, under another name: the kernel
+    /// has moved it there, and no DEL has completed the return.
+    pub fn has_fallen_back(&self, links: &[Link]) -> bool {
+        let is_certain =
+            |link: &Link| self.permanent_mac.is_some() || link.alias.as_deref() == Some(self.name.as_str());
+        links.iter().any(|link| self.fits(link, None) && is_certain(link) && link.name != self.name)
+    }
+
     /// DEL and GC: completes the return to the host. The kernel moves a hardware interface there,
     /// under its name in the container, when the container's namespace ends.
     ///
@@ -167,6 +182,8 @@ impl BorrowedLink {
         // Usually the interface is already on the host again, and the list of all links is not
         // needed.
         if let Some(named) = host.find_link(&self.name)?
+            // The pod can have given the name to the device as an alternative name.
+            && named.name == self.name
             && self.fits(&named, None)
         {
             if has_alias(&named) {

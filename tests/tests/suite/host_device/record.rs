@@ -4,11 +4,13 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use cni_testkit::{Attachment, Container, Node};
+use cni_testkit::trace::{self, Act, Plan};
+use cni_testkit::{Attachment, Container, Node, require};
 use conformance::{VERSION, patched};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use super::{MAC, is_back, is_taken, layer2, network, node};
+use super::{MAC, is_back, is_taken, layer2, network, node, sysfs};
 
 /// The modes of the files in the folder of the records.
 fn records(node: &Node) -> Vec<u32> {
@@ -182,4 +184,145 @@ fn the_record_is_private_and_ends_with_the_attachment() {
     attachment.gc(&[]).success();
     is_back_from_the_pod(&node);
     assert_eq!(records(&node), Vec::<u32>::new());
+}
+
+#[test]
+fn del_leaves_the_device_of_another_attachment() {
+    let node = node();
+    sysfs(&node);
+    let container = node.container();
+    let first = Attachment::new(&node, &container, network(&node));
+    let result = first.add().success();
+    // The host's `eth0` takes the place of `dev0` in its PCI device.
+    node.exec(&["mv", "/sys/devices/pci0/0000:00:01.0/net/dev0", "/sys/devices/pci0/0000:00:01.0/net/eth0"]);
+    let keys = json!({"name": "net2", "pciBusID": "0000:00:01.0"});
+    let second = Attachment::new(&node, &container, layer2(keys));
+    second.add().fails_naming(102, &["eth0"]);
+    second.del().success();
+    is_taken(&node, &container);
+    first.check(&result).success();
+    first.del_with(&result).success();
+    is_back(&node, "down");
+}
+
+#[test]
+fn del_by_device_leaves_an_interface_of_the_pod() {
+    for keys in [
+        json!({"pciBusID": "0000:00:01.0"}),
+        json!({"pciBusID": "0000:00:03.0"}),
+        json!({"runtimeConfig": {"deviceID": "mlx5_core.sf.4"}}),
+        json!({"kernelpath": "/sys/devices/pci0/0000:00:01.0"}),
+    ] {
+        let node = node();
+        sysfs(&node);
+        let container = node.container();
+        container.ip(&["link add eth0 type ifb", "link set eth0 alias eth7"]);
+        Attachment::new(&node, &container, layer2(keys.clone())).del().success();
+        assert_eq!((node.link("eth7"), &container.link("eth0").unwrap()["ifalias"]), (None, &json!("eth7")), "{keys}");
+    }
+}
+
+#[test]
+fn del_after_a_failed_add_keeps_the_alias_of_the_host() {
+    let node = node();
+    sysfs(&node);
+    let container = node.container();
+    // The kernel itself gives the names `devN`.
+    node.ip(&["link set dev0 down", "link set dev0 name nic0", "link set nic0 alias storage up"]);
+    node.exec(&["mv", "/sys/devices/pci0/0000:00:01.0/net/dev0", "/sys/devices/pci0/0000:00:01.0/net/nic0"]);
+    for keys in [json!({"hwaddr": MAC}), json!({"pciBusID": "0000:00:01.0"})] {
+        let config = patched(network(&node), json!({"device": null, "ipam": {"ranges": []}}));
+        let attachment = Attachment::new(&node, &container, patched(config, keys));
+        attachment.add().failure();
+        for attachment in [attachment.clone(), attachment.netns("")] {
+            attachment.del().success();
+            let link = node.link("nic0").expect("the host has nic0");
+            let up = link["flags"].as_array().unwrap().contains(&json!("UP"));
+            assert_eq!((&link["ifalias"], up), (&json!("storage"), true));
+        }
+    }
+    node.ip(&["link set nic0 down", "link set nic0 name dev0"]);
+}
+
+#[test]
+fn an_add_killed_before_the_move_keeps_the_container() {
+    require!(trace::supported());
+    let node = node();
+    node.expect_left("dev7");
+    let container = node.container();
+    // Of a kind that a pod can create, with the index that the host's interface has.
+    node.ip(&["link add dev7 index 77 type ifb"]);
+    let attachment = Attachment::new(&node, &container, layer2(json!({"device": "dev7"})));
+    let add = |at, signal| {
+        let plan = Plan { victim: "host-device".to_owned(), at, act: Act::Signal(signal) };
+        attachment.invocation("ADD", None).traced(&plan)
+    };
+    let all = add(u64::MAX, Signal::SIGKILL).all;
+    attachment.del().success();
+    // The record gets its name by `linkat`.
+    let recorded = (1..).zip(&all).find(|(_, hit)| hit.call == "linkat").expect("a record is written").0;
+    for signal in [Signal::SIGKILL, Signal::SIGTERM] {
+        let index = node.link("dev7").unwrap()["ifindex"].clone();
+        container.ip(&[&format!("link add net2 index {index} type ifb")]);
+        add(recorded + 1, signal);
+        attachment.del().success();
+        assert_eq!((container.link("net2").unwrap()["ifindex"].clone(), records(&node)), (index, vec![]));
+        container.ip(&["link del net2"]);
+        assert_eq!(node.link("dev7").unwrap()["ifalias"], Value::Null);
+    }
+}
+
+#[test]
+fn an_add_after_a_lost_del_records_the_original_name() {
+    for keys in [json!({"hwaddr": MAC}), json!({"device": "dev0"})] {
+        let node = node();
+        let container = node.container();
+        let attachment = Attachment::new(&node, &container, layer2(keys));
+        attachment.add().success();
+        // A veth ends with its namespace; the kernel brings hardware back, down, as here.
+        container.ip(&[&format!("link set eth0 netns {} name eth7", node.netns().display())]);
+        attachment.add().success();
+        is_taken(&node, &container);
+        attachment.del().success();
+        is_back(&node, "down");
+        assert_eq!(records(&node), Vec::<u32>::new());
+    }
+}
+
+#[test]
+fn a_namespace_with_the_inode_of_another_is_left() {
+    let node = node();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, network(&node));
+    let result = attachment.add().success();
+    let path = node.enter(|| fs::read_dir("/run/cni/host-device").unwrap().next().unwrap().unwrap().path());
+    let replace = |old: &str, new: &str| {
+        let text = node.enter(|| fs::read_to_string(&path).unwrap());
+        node.enter(|| fs::write(&path, text.replace(old, new)).unwrap());
+    };
+    // As if the namespace of the ADD had had the same inode.
+    replace("\"netnsCookie\":", "\"netnsCookie\":9");
+    attachment.del_with(&result).success();
+    is_taken(&node, &container);
+    // A record of a release without cookies.
+    replace("\"netnsCookie\":", "\"unused\":");
+    attachment.del_with(&result).success();
+    is_back(&node, "down");
+}
+
+#[test]
+fn an_alternative_name_is_not_the_name_of_the_device() {
+    let node = node();
+    let container = node.container();
+    let attachment = Attachment::new(&node, &container, network(&node));
+    attachment.add().success();
+    container.ip(&[
+        "link property add dev eth0 altname dev0",
+        &format!("link set eth0 netns {} name eth7", node.netns().display()),
+    ]);
+    attachment.clone().netns("").del().fails_naming(100, &["dev0"]);
+    assert_eq!(records(&node), [0o600], "the return is not complete");
+    node.ip(&["link property del dev eth7 altname dev0"]);
+    attachment.netns("").del().success();
+    is_back_from_the_pod(&node);
 }
