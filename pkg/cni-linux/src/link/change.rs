@@ -102,8 +102,8 @@ impl Netlink {
     /// it is down, has no addresses and routes, and may have another index.
     ///
     /// # Errors
-    /// [`Error::is_exists`](crate::Error::is_exists) if the name is taken in the other namespace. The
-    /// interface may nevertheless have been moved, with its former name and alias.
+    /// [`Error::is_exists`](crate::Error::is_exists) if the name is taken in the other namespace.
+    /// The interface may nevertheless have been moved, with its former name and alias.
     pub fn move_link(&self, index: u32, to: &Netns, name: &str, alias: &str) -> Result<()> {
         let request = LinkRequest::new(index).netns(to).name(name).alias(alias);
         self.set_link(request, |link| format!("failed to move {link} to {} as {name}", to.path().display()))
