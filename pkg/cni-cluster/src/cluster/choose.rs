@@ -27,7 +27,7 @@ impl Cluster<'_> {
         let candidates = pool::candidates(set, &|range| self.pool_of(range), &seed, &newest);
         let unknown = candidates.filter(|block| self.ledger.state(block).is_none());
         for block in unknown.take(MAX_REFUSALS).collect::<Vec<_>>() {
-            if self.claim_free(&block)? {
+            if self.claim(&block)?.is_none() {
                 return Ok(Obtained::Changed);
             }
         }

@@ -472,25 +472,6 @@ impl<'a> Cluster<'a> {
         Ok(Claim { pool, first, last, node, network, machine, nonce, absent_since: None })
     }
 
-    /// Claims a block that the ledger does not have, if it is free. Returns whether it was. Does
-    /// not ask who has it otherwise, which saves a request.
-    fn claim_free(&mut self, block: &Block) -> Answer<bool> {
-        self.ledger.begin_claim(block);
-        self.save()?;
-        let (claim, mut sent) = (self.new_claim(block)?, 0);
-        let created = self.ask(|store| {
-            sent += 1;
-            store.create(&claim)
-        })?;
-        let seen = match written(created) {
-            Seen::Changed if sent == 1 => Seen::Taken,
-            // After several requests, the answer to an earlier one may have been lost.
-            seen => seen,
-        };
-        self.settle(block, seen, &[])?;
-        Ok(matches!(self.ledger.state(block), Some(State::Held(_))))
-    }
-
     /// Claims a block. Returns the holder if it is not this node's.
     fn claim(&mut self, block: &Block) -> Answer<Option<Holder>> {
         if let Some(State::Lost(holder)) = self.ledger.state(block) {

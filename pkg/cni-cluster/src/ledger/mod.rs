@@ -101,8 +101,6 @@ pub enum Seen {
     Unread,
     /// The store refused an operation, because the claim is not as expected.
     Changed,
-    /// The block has a claim, and no request of this call can have made it.
-    Taken,
     /// The block has no claim.
     Absent,
     /// This call has written the claim with this version.
@@ -274,9 +272,7 @@ impl Ledger {
                 (Some(State::Held(held)), Action::Done)
             }
             (_, Seen::Own(version)) if has_defect!(AdoptsWithoutSwap) => (Some(State::Held(version)), Action::Done),
-            // If the claim is this node's and its ledger was lost, the next verification adopts it.
-            (State::Claiming, Seen::Taken) => (None, Action::Done),
-            (state, Seen::Changed | Seen::Taken) => (Some(state), Action::Get),
+            (state, Seen::Changed) => (Some(state), Action::Get),
             (State::Claiming, Seen::Unread) => (Some(State::Claiming), Action::Create),
             (State::Releasing(version), Seen::Unread) => {
                 (Some(State::Releasing(version.clone())), Action::Delete(version))

@@ -44,8 +44,6 @@ fn each_state_and_claim_have_one_next_operation() {
         (&lost, Seen::Unread, "", Some(&lost), Action::Get),
         (&releasing, Seen::Changed, "", Some(&releasing), Action::Get),
         (&claiming, Seen::Changed, "", Some(&claiming), Action::Get),
-        (&claiming, Seen::Taken, "", None, Action::Done),
-        (&held, Seen::Taken, "", Some(&held), Action::Get),
         (&claiming, Seen::Written(version(1)), "", Some(&held), Action::Done),
         (&lost, Seen::Written(version(1)), "reserved", Some(&held), Action::Done),
         (&held, own(1), "", Some(&held), Action::Done),

@@ -22,7 +22,6 @@ pub(super) enum Local {
 pub(super) enum Sight {
     Unread,
     Changed,
-    Taken,
     Absent,
     Written(u8),
     Own(u8),
@@ -93,7 +92,6 @@ impl Rules {
             let seen = match sight {
                 Sight::Unread => Seen::Unread,
                 Sight::Changed => Seen::Changed,
-                Sight::Taken => Seen::Taken,
                 Sight::Absent => Seen::Absent,
                 Sight::Written(number) => Seen::Written(version(number)),
                 Sight::Own(number) => Seen::Own(version(number)),

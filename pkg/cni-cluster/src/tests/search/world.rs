@@ -366,10 +366,6 @@ impl World {
                 Request::Mark(_) | Request::Reclaim(_) => applied.abandon(n),
                 _ => applied.settle(n, sight, rules),
             });
-            // The first attempt to claim a block does not look at another claim.
-            if (message.request, sight, self.nodes[n].process) == (Request::Create, Sight::Changed, Process::Other) {
-                add(applied.settle(n, Sight::Taken, rules));
-            }
             if self.left.kills > 0 {
                 add(applied.abandon(n).with_budget(|left| &mut left.kills));
             }
