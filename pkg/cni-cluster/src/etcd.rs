@@ -122,10 +122,10 @@ impl Store for Etcd<'_> {
         self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim))
     }
 
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>> {
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool> {
         let key = self.block_key(pool, first);
         let change = json!({"request_delete_range": {"key": STANDARD.encode(&key)}});
-        self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, change)?.try_map(|_| Ok(()))
+        Ok(self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, change)? != Outcome::Conflict)
     }
 
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {

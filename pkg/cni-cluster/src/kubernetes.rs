@@ -10,7 +10,7 @@ use cni::{Code, Error};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::http::{Client, Response, decode};
+use crate::http::{Client, decode};
 use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
 
 /// The API group of the two kinds. It cannot change after a release without a migration.
@@ -29,52 +29,45 @@ pub(crate) struct Kubernetes<'m>(pub(crate) Client<'m>);
 
 impl Kubernetes<'_> {
     /// Sends one request to `path`, which is relative to the API group's unless it begins with `/`.
-    fn call(&mut self, method: &str, path: &str, body: Option<Value>) -> Answer<Outcome<Response>> {
+    /// Returns the status and the object: 200 or 201, or without an object 404 if the named object
+    /// does not exist, or 409 if it is not as a change expects.
+    fn call(&mut self, method: &str, path: &str, body: &Value) -> Answer<(u16, Value)> {
         let path = if path.starts_with('/') { path.to_owned() } else { format!("/apis/{GROUP}/v1/{path}") };
         let accept = if path.ends_with("includeObject=None") { TABLE } else { JSON };
-        let body = body.map_or_else(String::new, |body| body.to_string());
+        let body = if body.is_null() { String::new() } else { body.to_string() };
         let response = self.0.send(method, &path, accept, &body)?;
         match response.status {
-            200 | 201 => Ok(Outcome::Done(response)),
-            // A reading has no conflict: the answer proves nothing.
-            409 if method != "GET" => Ok(Outcome::Conflict),
-            409 => Err(Failure::Unknown(format!("{}: HTTP 409", response.request))),
+            200 | 201 => Ok((200, response.json()?)),
+            409 if method != "GET" => Ok((409, Value::Null)),
             // Without the kind, the server answers with a text.
-            404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => Ok(Outcome::Absent),
+            404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => match method {
+                "POST" => Err(Failure::Unknown(format!("{}: HTTP 404: NotFound", response.request))),
+                _ => Ok((404, Value::Null)),
+            },
             404 => {
                 let msg = format!("{}: HTTP 404: the API group {GROUP} is not installed", response.request);
                 Err(Failure::Refused(Error::new(Code::REFUSED, msg)))
             }
+            // A reading has no conflict: the answer proves nothing.
+            409 => Err(Failure::Unknown(format!("{}: HTTP 409", response.request))),
             _ => Err(response.failure()),
-        }
-    }
-
-    /// Reads what `path` names: an object or a list.
-    fn read(&mut self, path: &str) -> Answer<Option<Value>> {
-        match self.call("GET", path, None)? {
-            Outcome::Done(response) => response.json().map(Some),
-            Outcome::Absent | Outcome::Conflict => Ok(None),
         }
     }
 
     /// Reads the objects of a list.
     fn list(&mut self, path: &str) -> Answer<Vec<Value>> {
-        let mut list = self.read(path)?.unwrap_or_default();
+        let (_, mut list) = self.call("GET", path, &Value::Null)?;
         let unlisted = |_| Failure::Unknown(format!("the answer to GET {path} is not a list"));
         serde_json::from_value(list["items"].take()).map_err(unlisted)
     }
 
-    /// Creates an object.
-    fn create_object(&mut self, path: &str, object: Value) -> Answer<Outcome> {
-        match self.write("POST", path, object)? {
-            Outcome::Absent => Err(Failure::Unknown(format!("POST {path}: HTTP 404: NotFound"))),
-            outcome => Ok(outcome),
-        }
-    }
-
     /// Creates or replaces an object.
-    fn write(&mut self, method: &str, path: &str, object: Value) -> Answer<Outcome> {
-        self.call(method, &format!("{path}?{WRITE}"), Some(object))?.try_map(|response| version(&response.json()?))
+    fn write(&mut self, method: &str, path: &str, object: &Value) -> Answer<Outcome> {
+        match self.call(method, &format!("{path}?{WRITE}"), object)? {
+            (404, _) => Ok(Outcome::Absent),
+            (409, _) => Ok(Outcome::Conflict),
+            (_, object) => version(&object).map(Outcome::Done),
+        }
     }
 }
 
@@ -83,10 +76,7 @@ impl Store for Kubernetes<'_> {
         if self.0.conf.node.is_none() {
             let body = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"});
             let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
-            let review: Value = match self.call("POST", path, Some(body))? {
-                Outcome::Done(response) => response.json()?,
-                Outcome::Absent | Outcome::Conflict => Value::Null,
-            };
+            let (_, review) = self.call("POST", path, &body)?;
             let user = &review["status"]["userInfo"];
             let of_kubelet = user["username"].as_str().and_then(|name| name.strip_prefix("system:node:"));
             let of_token = user["extra"]["authentication.kubernetes.io/node-name"][0].as_str();
@@ -108,28 +98,31 @@ impl Store for Kubernetes<'_> {
     }
 
     fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
-        self.create_object("ippools", object("IPPool", json!({"name": name}), pool))
+        self.write("POST", "ippools", &object("IPPool", json!({"name": name}), pool))
     }
 
     fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
         let name = name(&claim.pool, claim.first);
-        self.create_object("ipblocks", object("IPBlock", json!({"name": name}), claim))
+        self.write("POST", "ipblocks", &object("IPBlock", json!({"name": name}), claim))
     }
 
     fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
-        self.read(&format!("ipblocks/{}", name(pool, first)))?.as_ref().map(versioned).transpose()
+        match self.call("GET", &format!("ipblocks/{}", name(pool, first)), &Value::Null)? {
+            (404, _) => Ok(None),
+            (_, object) => versioned(&object).map(Some),
+        }
     }
 
     fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
         let name = name(&claim.pool, claim.first);
         let object = object("IPBlock", json!({"name": name, "resourceVersion": version}), claim);
-        self.write("PUT", &format!("ipblocks/{name}"), object)
+        self.write("PUT", &format!("ipblocks/{name}"), &object)
     }
 
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>> {
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool> {
         let preconditions = json!({"resourceVersion": version});
         let body = json!({"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions});
-        self.call("DELETE", &format!("ipblocks/{}", name(pool, first)), Some(body))?.try_map(|_| Ok(()))
+        Ok(self.call("DELETE", &format!("ipblocks/{}", name(pool, first)), &body)?.0 != 409)
     }
 
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
@@ -139,19 +132,18 @@ impl Store for Kubernetes<'_> {
 
     fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
         let selector = format!("fieldSelector=spec.pool%3D{pool}&resourceVersion=0&includeObject=None");
-        let table = self.read(&format!("ipblocks?{selector}"))?.unwrap_or_default();
+        let (_, table) = self.call("GET", &format!("ipblocks?{selector}"), &Value::Null)?;
         let wrong = || Failure::Unknown("the table of IPBlocks has no columns First and Node".to_owned());
         taken(&table).ok_or_else(wrong)
     }
 
     fn node_state(&mut self, name: &str) -> Answer<NodeState> {
-        match self.call("GET", &format!("/api/v1/nodes/{}", encoded(name)), None)? {
-            Outcome::Done(response) => {
-                let node = response.json()?;
+        match self.call("GET", &format!("/api/v1/nodes/{}", encoded(name)), &Value::Null)? {
+            (200, node) => {
                 let machine = node["status"]["nodeInfo"]["machineID"].as_str().unwrap_or_default();
                 Ok(NodeState::Present(machine.to_owned()))
             }
-            Outcome::Absent | Outcome::Conflict => {
+            _ => {
                 let no_time = || Failure::Unknown(format!("node {name}: the server's answer has no time"));
                 self.0.date.map(NodeState::Absent).ok_or_else(no_time)
             }

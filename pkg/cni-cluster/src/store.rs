@@ -97,25 +97,14 @@ impl From<Failure> for Error {
 pub type Answer<T> = Result<T, Failure>;
 
 /// The outcome of a conditional change of one record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome<T = Version> {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
     /// The change is made. The record has this version now.
-    Done(T),
+    Done(Version),
     /// The record exists, but it was to be created, or has another version than expected.
     Conflict,
     /// The record does not exist.
     Absent,
-}
-
-impl<T> Outcome<T> {
-    /// Replaces the version of a change that is made.
-    pub(crate) fn try_map<U>(self, replace: impl FnOnce(T) -> Answer<U>) -> Answer<Outcome<U>> {
-        Ok(match self {
-            Outcome::Done(version) => Outcome::Done(replace(version)?),
-            Outcome::Conflict => Outcome::Conflict,
-            Outcome::Absent => Outcome::Absent,
-        })
-    }
 }
 
 /// What the cluster knows of a node.
@@ -200,8 +189,9 @@ pub trait Store {
     /// Replaces a claim that still has this version.
     fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome>;
 
-    /// Deletes the claim of a block that still has this version.
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>>;
+    /// Deletes the claim of a block that still has this version. Returns whether the block has no
+    /// claim now. If not, its claim has another version.
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool>;
 
     /// Returns the claims of a node.
     fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>>;

@@ -88,15 +88,11 @@ impl Memory {
         }
     }
 
-    fn delete(&mut self, key: &(String, IpAddr), version: &Version) -> Outcome<()> {
-        match self.claims.get(key) {
-            None => Outcome::Absent,
-            Some((_, found)) if found != version => Outcome::Conflict,
-            Some(_) => {
-                self.claims.remove(key);
-                Outcome::Done(())
-            }
+    fn delete(&mut self, key: &(String, IpAddr), version: &Version) -> bool {
+        if self.claims.get(key).is_some_and(|(_, found)| found == version) {
+            self.claims.remove(key);
         }
+        !self.claims.contains_key(key)
     }
 
     /// Lets one of the late requests take effect, chosen by a number. Whether there was one.
@@ -176,7 +172,7 @@ impl Store for MemoryStore {
         let (claim, version) = (claim.clone(), version.clone());
         self.request("swap", move |memory| memory.swap(claim.clone(), &version))
     }
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<Outcome<()>> {
+    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool> {
         let (key, version) = ((pool.to_owned(), first), version.clone());
         self.request("delete", move |memory| memory.delete(&key, &version))
     }

@@ -456,8 +456,8 @@ impl<'a> Cluster<'a> {
                 Action::Create => written(self.ask(|store| store.create(&claim))?),
                 Action::Swap(version) => written(self.ask(|store| store.swap(&claim, &version))?),
                 Action::Delete(version) => match self.ask(|store| store.delete(&block.pool, block.first, &version))? {
-                    Outcome::Done(()) | Outcome::Absent => Seen::Absent,
-                    Outcome::Conflict => Seen::Changed,
+                    true => Seen::Absent,
+                    false => Seen::Changed,
                 },
             };
         }
