@@ -9,11 +9,13 @@ use std::sync::Arc;
 
 use cni::{Code, Error, Result};
 use rustls::crypto::ring::{ALL_KX_GROUPS, cipher_suite, sign};
-use rustls::crypto::{CryptoProvider, GetRandomFailed, KeyProvider, SecureRandom, WebPkiSupportedAlgorithms};
+use rustls::crypto::{
+    CipherSuiteCommon, CryptoProvider, GetRandomFailed, KeyProvider, SecureRandom, WebPkiSupportedAlgorithms,
+};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::SigningKey;
-use rustls::{ClientConfig, RootCertStore, SignatureScheme};
+use rustls::{ClientConfig, RootCertStore, SignatureScheme, SupportedCipherSuite, Tls13CipherSuite};
 use webpki::ring as algorithm;
 
 use crate::conf::{Conf, Credentials, read};
@@ -49,6 +51,17 @@ static ALGORITHMS: WebPkiSupportedAlgorithms = WebPkiSupportedAlgorithms {
     ],
 };
 
+static AES_256: Tls13CipherSuite = without_quic(cipher_suite::TLS13_AES_256_GCM_SHA384);
+static AES_128: Tls13CipherSuite = without_quic(cipher_suite::TLS13_AES_128_GCM_SHA256);
+
+/// Returns the suite without its code for QUIC, which would be linked although nothing calls it.
+const fn without_quic(suite: SupportedCipherSuite) -> Tls13CipherSuite {
+    let Some(&Tls13CipherSuite { ref common, hkdf_provider, aead_alg, .. }) = suite.tls13() else { panic!() };
+    let &CipherSuiteCommon { suite, hash_provider, confidentiality_limit } = common;
+    let common = CipherSuiteCommon { suite, hash_provider, confidentiality_limit };
+    Tls13CipherSuite { common, hkdf_provider, aead_alg, quic: None }
+}
+
 /// The source of random numbers, and the decoder of private keys.
 #[derive(Debug)]
 struct Ring;
@@ -80,7 +93,7 @@ pub(crate) fn config(conf: &Conf) -> Result<Arc<ClientConfig>> {
         return Err(wrong(&conf.ca_file, &"its certificates cannot be used"));
     }
     let provider = CryptoProvider {
-        cipher_suites: vec![cipher_suite::TLS13_AES_256_GCM_SHA384, cipher_suite::TLS13_AES_128_GCM_SHA256],
+        cipher_suites: vec![SupportedCipherSuite::Tls13(&AES_256), SupportedCipherSuite::Tls13(&AES_128)],
         kx_groups: ALL_KX_GROUPS.to_vec(),
         signature_verification_algorithms: ALGORITHMS,
         secure_random: &Ring,

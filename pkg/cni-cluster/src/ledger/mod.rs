@@ -213,9 +213,11 @@ impl Ledger {
     /// Returns the first and last addresses of the held blocks of some pools, sorted.
     pub fn spans_in(&self, is_chosen: impl Fn(&str) -> bool) -> Vec<(IpAddr, IpAddr)> {
         let is_held = |entry: &&Entry| matches!(entry.state, State::Held(_)) && is_chosen(&entry.block.pool);
-        let held = self.entries.iter().filter(is_held);
-        let mut spans: Vec<(IpAddr, IpAddr)> = held.map(|entry| (entry.block.first, entry.block.last)).collect();
-        spans.sort_unstable();
+        let mut spans = Vec::new();
+        for Entry { block, .. } in self.entries.iter().filter(is_held) {
+            let span = (block.first, block.last);
+            spans.insert(spans.partition_point(|other| *other < span), span);
+        }
         spans
     }
 
