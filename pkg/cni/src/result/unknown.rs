@@ -47,14 +47,10 @@ const IPS_KEYS: [Known; 7] = [
 impl Unknown {
     /// Returns the unknown keys of a result that has the given form.
     pub(super) fn find_in(json: &Json, shape: Shape) -> Unknown {
-        let known = match shape {
-            Shape::Ip4Ip6 => &IP4_IP6_KEYS,
-            Shape::VersionedIps | Shape::Ips => &IPS_KEYS,
-        };
-        match json {
-            Json::Object(members) => Unknown(object_or_null(unknown_members(members, known))),
-            _ => Unknown::default(),
-        }
+        Unknown(match shape {
+            Shape::Ip4Ip6 => without_known(json, &IP4_IP6_KEYS),
+            Shape::VersionedIps | Shape::Ips => without_known(json, &IPS_KEYS),
+        })
     }
 
     /// Returns the unknown keys for a result of 0.1.0 or 0.2.0: without those in the elements of
@@ -78,39 +74,36 @@ impl Unknown {
     }
 }
 
-/// Returns the value of a known key without the keys in `known`, or `null` if it has no other keys.
-fn without_known(value: &Json, known: &[&str]) -> Value {
-    let is_known = |key: &str| known.iter().any(|name| name.eq_ignore_ascii_case(key));
-    match value {
+/// Returns a part of a result without the keys in `known`, or `null` if it has no other keys.
+fn without_known(json: &Json, known: &[Known]) -> Value {
+    match json {
         Json::Array(items) => {
             let items: Vec<Value> = items.iter().map(|item| without_known(item, known)).collect();
             if items.iter().all(Value::is_null) { Value::Null } else { Value::Array(items) }
         }
-        Json::Object(members) => {
-            let unknown = members.iter().filter(|(key, _)| !is_known(key));
-            object_or_null(unknown.map(|(key, value)| (key.clone(), Value::from(value))).collect())
-        }
+        Json::Object(members) => object_or_null(unknown_members(members, known)),
         Json::Null | Json::Bool(_) | Json::Number(_) | Json::String(_) => Value::Null,
     }
 }
 
-/// Returns the members of a result without the known keys. A known key whose value has unknown
+/// Returns the members of an object without the known keys. A known key whose value has unknown
 /// keys stays, with only the unknown keys in its value.
 fn unknown_members(members: &[(String, Json)], known: &[Known]) -> Map<String, Value> {
     let mut unknown = Map::new();
     for (key, value) in members {
-        let Some(Known(name, known_inside)) = known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) else {
+        let Some(Known(name, names_inside)) = known.iter().find(|Known(name, _)| name.eq_ignore_ascii_case(key)) else {
             unknown.insert(key.clone(), Value::from(value));
             continue;
         };
-        let is_wholly_known = known_inside.is_empty();
+        let is_wholly_known = names_inside.is_empty();
         // Of duplicate keys, the last one that is not `null` is used.
         if is_wholly_known || *value == Json::Null {
             continue;
         }
         // The unknown keys in an earlier duplicate are not used.
         unknown.remove(*name);
-        let inside = without_known(value, known_inside);
+        let known_inside: Vec<Known> = names_inside.iter().map(|name| Known(name, &[])).collect();
+        let inside = without_known(value, &known_inside);
         if !inside.is_null() {
             unknown.insert((*name).to_owned(), inside);
         }
