@@ -113,7 +113,7 @@ pub(crate) struct Shared {
     conf_dir: Option<PathBuf>,
     /// The folder of the result cache; some verbs take several [/var/lib/cni]
     #[arg(long, global = true, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-    cache_dir: Vec<PathBuf>,
+    pub(crate) cache_dir: Vec<PathBuf>,
     /// How long one plugin may take [310]
     #[arg(long, global = true, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: Option<u64>,
@@ -180,28 +180,12 @@ impl<'a> Context<'a> {
         Cache::new(self.cache_dir())
     }
 
-    /// Returns all result caches: those of the option, or the default.
+    /// Returns all result caches: those of the option, or the default and that of Multus. On a node
+    /// without Multus, that cache is empty.
     pub(crate) fn caches(&self) -> Vec<Cache> {
-        let dirs = &self.shared.cache_dir;
-        if dirs.is_empty() { vec![self.cache()] } else { dirs.iter().map(Cache::new).collect() }
-    }
-
-    /// Adds Multus' result cache to the default one, unless `--cache-dir` is given. On a node
-    /// without Multus that cache is empty.
-    pub(crate) fn add_multus(&mut self) {
-        if self.shared.cache_dir.is_empty() {
-            self.shared.cache_dir = vec![DEFAULT_DIR.into(), MULTUS_DIR.into()];
-        }
-    }
-
-    /// Refuses several caches for a verb that uses only one.
-    ///
-    /// # Errors
-    /// [`Failure::Usage`].
-    pub(crate) fn require_one_cache(&self, verb: &str) -> Result<(), Failure> {
-        match self.shared.cache_dir.len() {
-            0 | 1 => Ok(()),
-            _ => Err(Failure::Usage { verb: verb.to_owned(), msg: format!("{verb} takes one --cache-dir") }),
+        match &self.shared.cache_dir[..] {
+            [] => [DEFAULT_DIR, MULTUS_DIR].map(Cache::new).into(),
+            dirs => dirs.iter().map(Cache::new).collect(),
         }
     }
 }

@@ -273,10 +273,10 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     if let Some(mode) = shared.color_mode() {
         (streams.stdout_style, streams.stderr_style) = (mode, mode);
     }
-    let mut context = Context { shared, call, notes: streams.notes.clone() };
+    let context = Context { shared, call, notes: streams.notes.clone() };
     let (subject, outcome) = match verb {
         // These verbs have names of their own in their failures.
-        Verb::Network(verb) => return network::run(&Command::new(verb, &mut context)?, &context, streams),
+        Verb::Network(verb) => return network::run(&Command::new(verb)?, &context, streams),
         Verb::Version(args) => {
             return network::run(&Command::of_network(skel::Verb::Version, args.network), &context, streams);
         }

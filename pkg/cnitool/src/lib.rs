@@ -9,7 +9,6 @@
 //! - `explain`: runs a verb of a network and prints the steps of each plugin.
 //! - `ipam`: the reservations of host-local, and the leases of dhcp.
 //! - `rules`: writes packet filter rules again that another program has removed.
-//! - `plugins`: the plugins of this project.
 //! - `node`: the configured networks, the attachments and whether they are in use, reservations,
 //!   and leftovers.
 //! - `cli`: parses the arguments and runs the verb.
@@ -35,7 +34,6 @@ mod ipam;
 mod metrics;
 mod network;
 mod node;
-mod plugins;
 mod report;
 mod rules;
 mod schema;

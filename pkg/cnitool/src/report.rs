@@ -23,10 +23,8 @@ pub(crate) const REFUSED: Code = Code::REFUSED;
 fn escape_control(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
-        let is_direction_mark =
-            matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        let is_line_separator = matches!(c, '\u{2028}' | '\u{2029}');
-        match c.is_control() || is_direction_mark || is_line_separator {
+        let is_invisible = matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        match c.is_control() || is_invisible {
             true if c != '\n' => escaped.extend(c.escape_default()),
             _ => escaped.push(c),
         }

@@ -20,7 +20,6 @@ use serde_json::json;
 use crate::call::{Call, Context, Exit, Format, Streams};
 use crate::node::attachments::find_host_end;
 use crate::node::{name_of, plugins_of_type, result_of};
-use crate::plugins;
 use crate::report::{Colour, Report, counted, words};
 use crate::target::NetnsPresence;
 
@@ -133,10 +132,8 @@ impl Outcome {
 pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
     let Verb::Restore(args) = &args.verb;
     let cache = context.cache();
-    let Listing { entries, problems } = match &args.network {
-        Some(network) => cache.list(network)?,
-        None => cache.list_all()?,
-    };
+    let network = args.network.as_deref();
+    let Listing { entries, problems } = network.map_or_else(|| cache.list_all(), |network| cache.list(network))?;
     let restore = |entry: &Entry| {
         let restored = restore_attachment(entry, args, context);
         let (outcome, why, plugins) = match restored.unwrap_or_else(|error| Err((Outcome::Failed, error.to_string()))) {
@@ -198,7 +195,7 @@ fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context:
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
         let mode = if *dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
-        let (outcome, why) = match plugins::find(&kind).map(|found| found.restore_rules(plugin_call, mode)) {
+        let (outcome, why) = match cni_multicall::find(&kind).map(|found| found.restore_rules(plugin_call, mode)) {
             None => (Outcome::NotExamined, vec!["a plugin of another project".to_owned()]),
             // The plugin has no rules.
             Some(Ok(None)) => continue,
@@ -235,7 +232,7 @@ pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Resul
     let plugin_calls = plugin_calls(entry, &list, &environment, call, &Notes::silent())?;
     let mut missing = Vec::new();
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
-        let found = plugins::find(plugin.kind()).filter(|found| found.name() == kind);
+        let found = cni_multicall::find(plugin.kind()).filter(|found| found.name() == kind);
         if let Some(found) = found
             && let Some(missing_here) = found.restore_rules(plugin_call, RestoreMode::Report)?
         {
@@ -321,9 +318,8 @@ fn why_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<(Outcome, String)
 /// Returns the CNI variables of the attachment's ADD, but with the verb CHECK: the plugins compare
 /// the rules as in CHECK.
 fn environment(entry: &Entry) -> Environment {
-    let attachment = &entry.attachment;
-    let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    let Attachment { container_id, netns, ifname, .. } = attachment;
+    let Attachment { container_id, netns, ifname, args, .. } = &entry.attachment;
+    let args: Vec<String> = args.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let names = ["CNI_COMMAND", "CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"];
     let values = ["CHECK", container_id, netns, ifname, &args.join(";")];
     Environment::new(names.into_iter().zip(values).map(|(name, value)| (name.into(), value.into())))

@@ -15,7 +15,7 @@ use crate::content::{self, Content, hash};
 use crate::links::Link;
 
 /// All reservations that can be read, and the files that cannot.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Listed {
     /// The reservations, sorted by address.
     pub reservations: Vec<Reservation>,

@@ -11,7 +11,6 @@ use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
 use cni::result::AddResult;
 use cni_linux::{Link, program, sysctl};
-use libcni::cache::Entry;
 use serde_json::Value;
 
 use super::{CheckOutcome, Examined, Extent, advice};
@@ -63,9 +62,9 @@ struct BridgeNames {
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(node: &Examined<'_>, bridge: &Link) -> BridgeNames {
-        let (entries, results): (Vec<&Entry>, Vec<Option<&AddResult>>) =
-            node.snapshot.attachments.entries_on_bridge(bridge).unzip();
-        let attachments: Vec<AttachmentId> = entries.iter().map(|entry| entry.id()).collect();
+        let on_bridge = node.snapshot.attachments.entries_on_bridge(bridge);
+        let (attachments, results): (Vec<AttachmentId>, Vec<Option<&AddResult>>) =
+            on_bridge.map(|(entry, result)| (entry.id(), result)).unzip();
         let mut host_ports = node.snapshot.objects.iter().filter(|object| object.fact.kind == HOST_PORT);
         let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
         let addresses = results.into_iter().flatten().flat_map(|result| &result.ips).flat_map(|ip| {

@@ -39,8 +39,8 @@ pub(crate) fn describe(verb: clap::Command) -> clap::Command {
 /// - Code 5 if the log cannot be created or stdout cannot be written.
 /// - The verb's error. With `--json` it is in the printed document instead, and [`Exit::Failed`] is
 ///   returned.
-pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    let command = Command::new(args.verb, &mut context)?;
+pub(crate) fn run(args: Explain, context: Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
+    let command = Command::new(args.verb)?;
     if command.is_repeated() {
         let msg = "--every is not possible with explain, which prints the steps when the verb has ended".to_owned();
         return Err(Failure::Usage { verb: "explain gc".to_owned(), msg });
@@ -48,7 +48,7 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
     let (call, format) = (context.call, context.format());
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;
-    let recorder = Recorder::new(call.machine, &log);
+    let recorder = Recorder { machine: call.machine, log: &log, runs: std::cell::RefCell::default() };
     let recorded_call = Call {
         args: Vec::new(),
         environment: log.environment(&call.environment),
@@ -57,12 +57,7 @@ pub(crate) fn run(args: Explain, mut context: Context<'_>, streams: &mut Streams
     };
     // The verb prints its result into a buffer, because the steps are printed before the result.
     let mut result = Vec::new();
-    let mut buffered_streams = Streams {
-        stdout: &mut result,
-        notes: streams.notes.clone(),
-        stdout_style: streams.stdout_style,
-        stderr_style: streams.stderr_style,
-    };
+    let mut buffered_streams = Streams { stdout: &mut result, notes: streams.notes.clone(), ..*streams };
     let recorded = Context { shared: context.shared, call: &recorded_call, notes: context.notes };
     let outcome = network::run(&command, &recorded, &mut buffered_streams);
     let calls = recorder.runs.into_inner();

@@ -84,17 +84,10 @@ pub(super) struct PluginError {
 
 /// A [`Machine`] that passes every call to another one, and records the plugins that are run.
 pub(super) struct Recorder<'a> {
-    machine: &'a dyn Machine,
-    log: &'a Log,
+    pub(super) machine: &'a dyn Machine,
+    pub(super) log: &'a Log,
     /// The recorded runs, in the order in which they ended.
     pub(super) runs: RefCell<Vec<PluginRun>>,
-}
-
-impl<'a> Recorder<'a> {
-    /// Returns a recorder that runs the plugins on `machine`. The plugins write to `log`.
-    pub(super) fn new(machine: &'a dyn Machine, log: &'a Log) -> Recorder<'a> {
-        Recorder { machine, log, runs: RefCell::default() }
-    }
 }
 
 impl Machine for Recorder<'_> {

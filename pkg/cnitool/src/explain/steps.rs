@@ -45,10 +45,8 @@ pub(super) fn steps_of(run: &PluginRun, log: &str) -> Vec<Step> {
     if steps.last().is_some_and(|step| step.program == run.plugin && step.what.starts_with(&run.verb)) {
         steps.pop();
     }
-    if let Some(error) = &run.error
-        && let Some(position) = find_cause(&steps, error)
-        && let Some(step) = steps.get_mut(position)
-    {
+    let cause = run.error.as_ref().and_then(|error| find_cause(&steps, error));
+    if let Some(step) = cause.and_then(|position| steps.get_mut(position)) {
         step.is_cause = true;
     }
     steps
@@ -59,11 +57,8 @@ pub(super) fn steps_of(run: &PluginRun, log: &str) -> Vec<Step> {
 fn parse_line(line: &str) -> Option<Step> {
     let mut words = line.split(' ');
     let program = words.nth(2)?.strip_prefix("cni-")?.to_owned();
-    let mut fields = fields(line);
-    let mut take = |name: &str| {
-        let position = fields.iter().position(|(key, _)| key == name)?;
-        Some(fields.swap_remove(position).1)
-    };
+    let fields = fields(line);
+    let take = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone());
     let ms = take("ms").and_then(|ms| ms.parse().ok());
     if let Some(what) = take("step") {
         let error = take("error").or_else(|| take("end").filter(|end| end != "exit status 0"));

@@ -182,10 +182,9 @@ impl AttachmentReport {
             let interface = found.map_or(ifname, |found| name_of(found.oif));
             self.facts.push(Fact { problem, ..route_fact(route.dst, gw, interface, false) });
         }
-        for route in existing.iter().filter(|route| name_of(route.oif) == ifname && route.gw.is_some()) {
-            if result.routes.is_empty() {
-                self.facts.push(route_fact(route.dst, route.gw, ifname, true));
-            }
+        if result.routes.is_empty() {
+            let unlisted = existing.iter().filter(|route| name_of(route.oif) == ifname && route.gw.is_some());
+            self.facts.extend(unlisted.map(|route| route_fact(route.dst, route.gw, ifname, true)));
         }
         Ok(())
     }

@@ -9,8 +9,7 @@ use std::net::IpAddr;
 use clap::{ArgGroup, Args};
 use cni::{Code, Error};
 use cni_ipam::{Listed, Reservation};
-use serde::{Serialize, Serializer};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::age_in_seconds;
 use crate::call::{Format, Streams};
@@ -177,6 +176,11 @@ impl IpamContext<'_> {
             false => format!("{counts} would be removed. Nothing was changed."),
             true => format!("{counts} are removed."),
         });
+        let as_json = |decision: &Decision| {
+            let Reservation { address, id, ifname, .. } = &decision.reservation;
+            json!({"address": address, "containerID": id, "ifname": ifname, "reason": decision.reason})
+        };
+        let [removed, kept] = [removed, kept].map(|decisions| decisions.iter().map(as_json).collect::<Value>());
         let document = json!({"network": network, "changed": changed, "removed": removed, "kept": kept});
         report.write(streams, self.context.format(), &document)
     }
@@ -210,28 +214,17 @@ fn decide(args: &Collect, reservation: &Reservation, liveness: Liveness) -> (boo
 }
 
 /// Whether the arguments select a reservation.
-fn is_selected(args: &Release, reservation: &Reservation) -> bool {
-    match (&args.address, &args.container_id) {
-        (Some(address), _) => reservation.address == *address,
-        (None, Some(id)) => {
-            reservation.id == *id && args.ifname.as_ref().is_none_or(|name| reservation.ifname.as_ref() == Some(name))
-        }
-        // clap requires one of the two.
-        (None, None) => false,
-    }
+fn is_selected(args: &Release, Reservation { address, id, ifname, .. }: &Reservation) -> bool {
+    // clap requires the address or the container, and refuses both.
+    args.address.is_none_or(|wanted| wanted == *address)
+        && args.container_id.as_ref().is_none_or(|wanted| wanted == id)
+        && args.ifname.as_ref().is_none_or(|wanted| ifname.as_ref() == Some(wanted))
 }
 
 /// A reservation, and why it is removed or kept.
 struct Decision {
     reservation: Reservation,
     reason: String,
-}
-
-impl Serialize for Decision {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Reservation { address, id, ifname, .. } = &self.reservation;
-        json!({"address": address, "containerID": id, "ifname": ifname, "reason": self.reason}).serialize(serializer)
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! gc of one network: decides which attachments are valid, and removes everything else of the
 //! network.
 //!
-//! An attachment is valid if `--keep` names it, or if it is in the result cache and its namespace
+//! An attachment is valid if `--keep` names it, or if it is in a result cache and its namespace
 //! exists or may exist.
 //!
 //! cnitool does not know the attachments of a runtime with another result cache, so gc removes them
@@ -11,13 +11,14 @@ use std::time::SystemTime;
 
 use cni::config::ValidAttachments;
 use cni::{AttachmentId, Error};
-use libcni::NetworkList;
+use libcni::{NetworkList, Runtime};
 use serde::Serialize;
 use serde_json::json;
 
 use super::VerbRun;
 use super::sweep::{Evidence, Network};
 use crate::call::{Format, Streams};
+use crate::node::attachments::read_caches;
 use crate::report::{REFUSED, Report, counted};
 
 /// The decisions of gc about one network.
@@ -83,9 +84,18 @@ impl VerbRun<'_> {
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");
         }
-        self.print_around(std::slice::from_ref(&plan), streams, || match plan.changed {
-            true => self.runtime.gc(&list, &plan.valid()),
-            false => Ok(()),
+        self.print_around(std::slice::from_ref(&plan), streams, || {
+            if !plan.changed {
+                return Ok(());
+            }
+            let (valid, mut errors) = (plan.valid(), Vec::new());
+            for cache in self.context.caches() {
+                let runtime = Runtime { cache, ..self.runtime.clone() };
+                let stale = runtime.stale(&list, &valid)?.entries;
+                errors.extend(stale.iter().filter_map(|entry| runtime.del_stale(&list, &entry.attachment).err()));
+            }
+            errors.extend(self.runtime.gc(&list, &valid).err());
+            Error::join(errors)
         })
     }
 
@@ -113,14 +123,13 @@ impl VerbRun<'_> {
         }
     }
 
-    /// Decides which attachments gc keeps and removes: those in the result cache and those that
+    /// Decides which attachments gc keeps and removes: those in the result caches and those that
     /// `--keep` names.
     ///
     /// # Errors
     /// Code 5 if the result cache cannot be read.
     fn plan(&self, list: &NetworkList) -> Result<Plan, Error> {
-        // With no valid attachments, `stale` returns all entries of the network.
-        let cached = self.runtime.stale(list, &ValidAttachments::default())?;
+        let cached = read_caches(self.context, Some(list.name()))?;
         let mut network = Network { lists: vec![list.clone()], ..Network::default() };
         for entry in &cached.entries {
             network.traces_of(&entry.id()).entries.push(entry);

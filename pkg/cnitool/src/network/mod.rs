@@ -37,8 +37,10 @@ struct VerbRun<'a> {
 /// - [`Failure::Usage`] for several result caches, unless the verb is a gc that uses all of them.
 /// - [`Failure::Failed`] with the verb's error.
 pub(crate) fn run(command: &Command, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Failure> {
-    if !(command.verb == skel::Verb::Gc && command.sweeps()) {
-        context.require_one_cache(&command.verb_name())?;
+    let takes_several_caches = command.verb == skel::Verb::Gc && command.sweeps();
+    if !takes_several_caches && context.shared.cache_dir.len() > 1 {
+        let msg = format!("{} takes one --cache-dir", command.verb_name());
+        return Err(Failure::Usage { verb: command.verb_name(), msg });
     }
     let verb_run = VerbRun { command, context, runtime: context.runtime() };
     let outcome = match command.verb {
@@ -196,18 +198,15 @@ impl VerbRun<'_> {
     /// # Errors
     /// Code 4 if a variable is malformed.
     fn fill_in(&self, attachment: &mut Attachment, cached: Option<&Entry>) -> Result<(), Error> {
-        let cached = cached.map(|entry| &entry.attachment);
-        attachment.args = match self.context.call.find("CNI_ARGS")? {
-            Some(text) => parse_cni_args(&text)?,
-            None => cached.map(|attachment| attachment.args.clone()).unwrap_or_default(),
-        };
-        attachment.capability_args = match self.context.call.find("CAP_ARGS")? {
-            Some(text) => Members::parse(&text)
-                .map_err(|error| error.with_code(Code::INVALID_ENVIRONMENT).context("failed to read CAP_ARGS"))?,
-            None => cached.map(|attachment| attachment.capability_args.clone()).unwrap_or_default(),
-        };
+        let cached = cached.map(|entry| entry.attachment.clone()).unwrap_or_default();
+        let args = self.context.call.find("CNI_ARGS")?;
+        attachment.args = args.map_or(Ok(cached.args), |text| parse_cni_args(&text))?;
+        let cap_args = self.context.call.find("CAP_ARGS")?;
+        attachment.capability_args = cap_args
+            .map_or(Ok(cached.capability_args), |text| Members::parse(&text))
+            .map_err(|error| error.with_code(Code::INVALID_ENVIRONMENT).context("failed to read CAP_ARGS"))?;
         if attachment.netns.is_empty() {
-            attachment.netns = cached.map(|attachment| attachment.netns.clone()).unwrap_or_default();
+            attachment.netns = cached.netns;
         }
         Ok(())
     }

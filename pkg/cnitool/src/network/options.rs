@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::{Args, Subcommand};
 use cni::skel;
 
-use crate::call::{Context, Failure};
+use crate::call::Failure;
 
 /// The verbs of a network that run its plugins.
 #[derive(Debug, Subcommand)]
@@ -218,13 +218,12 @@ pub(crate) struct Command {
 }
 
 impl Command {
-    /// Returns the command for a verb's arguments. A gc of all networks also gets Multus' result
-    /// cache. An empty path counts as a missing path.
+    /// Returns the command for a verb's arguments. An empty path counts as a missing path.
     ///
     /// # Errors
     /// [`Failure::Usage`] if the path is missing, for `del` without a container ID; if a repeated
     /// gc reads stdin.
-    pub(crate) fn new(verb: Verb, context: &mut Context<'_>) -> Result<Command, Failure> {
+    pub(crate) fn new(verb: Verb) -> Result<Command, Failure> {
         let attach = |verb, Attach { network, netns, interface }| Command {
             netns: Some(netns),
             interface,
@@ -238,9 +237,6 @@ impl Command {
             }
             Verb::Status(args) => return Ok(Command::of_network(skel::Verb::Status, args.network)),
             Verb::Gc(Collect { network, netns: _, options }) => {
-                if network.is_none() {
-                    context.add_multus();
-                }
                 if options.every.is_some() && options.valid_from.iter().any(|place| place == "-") {
                     let msg = "stdin can be read only once: --valid-from - and --every exclude each other".to_owned();
                     return Err(Failure::Usage { verb: "gc".to_owned(), msg });

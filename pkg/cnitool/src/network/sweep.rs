@@ -23,6 +23,7 @@ use super::valid_list::ValidList;
 use crate::call::{Streams, uptime};
 use crate::node::attachments::Liveness;
 use crate::node::ipam::NetworkPool;
+use crate::node::objects::Owner;
 use crate::node::result_of;
 use crate::node::snapshot::Snapshot;
 use crate::report::{REFUSED, did_you_mean};
@@ -172,6 +173,10 @@ impl VerbRun<'_> {
         }
         for listed in &snapshot.pools {
             for reservation in listed.reservations.iter().map(|(reservation, _)| reservation) {
+                let owner = Owner::Names([Some(listed.pool.network.clone()), Some(reservation.id.clone()), None]);
+                if reservation.ifname.is_none() && snapshot.attachments.has_owner(&owner) {
+                    continue;
+                }
                 // Very old reservations name no interface.
                 let ifname = reservation.ifname.as_deref().unwrap_or("eth0");
                 // Their times are in whole seconds.
@@ -183,7 +188,13 @@ impl VerbRun<'_> {
                 });
             }
         }
-        snapshot.objects.iter().filter_map(|object| object.owner.attachment()).for_each(|id| add(&id, &mut |_| {}));
+        for owner in snapshot.objects.iter().map(|object| &object.owner) {
+            // An object that does not name the interface may belong to any attachment of its
+            // container, so it says nothing if one is known.
+            if !snapshot.attachments.has_owner(owner) {
+                owner.attachment().iter().for_each(|id| add(id, &mut |_| {}));
+            }
+        }
         Ok(networks)
     }
 

@@ -172,10 +172,7 @@ impl IpamContext<'_> {
     /// # Errors
     /// As [`lock`](IpamContext::lock); code 5 if the folder cannot be read.
     pub(crate) fn list_reservations(&self, pool: &NetworkPool) -> Result<Listed, Error> {
-        let listed = match self.lock(pool)? {
-            Some(mut locked) => locked.list()?,
-            None => Listed { reservations: Vec::new(), unread: Vec::new(), unusual: Vec::new(), cooling: Vec::new() },
-        };
+        let listed = self.lock(pool)?.map(|mut locked| locked.list()).transpose()?.unwrap_or_default();
         listed.unread.iter().for_each(|(_, error)| self.context.notes.note(error));
         Ok(listed)
     }

@@ -73,8 +73,12 @@ impl Leftover {
 
 /// Returns all leftovers. Several may have the same command, if it removes all of them.
 pub(crate) fn list(snapshot: &Snapshot) -> Vec<Leftover> {
-    let mut leftovers = Vec::new();
-    add_cache_entries(snapshot, &mut leftovers);
+    // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration in
+    // the cache entry.
+    let of_entry = |(id, why): (&AttachmentId, &str)| {
+        Leftover::new("attachment", "cache entry", Owner::from(id).names(), why, quoted_del_command(id))
+    };
+    let mut leftovers: Vec<Leftover> = snapshot.attachments.gone().map(of_entry).collect();
     add_links(snapshot, &mut leftovers);
     add_returned_devices(snapshot, &mut leftovers);
     let unknown = snapshot.objects.iter().filter(|object| !snapshot.attachments.has_owner(&object.owner));
@@ -135,16 +139,6 @@ pub(crate) fn quoted(word: &str) -> String {
         let escape =
             |byte: u8| if is_plain_byte(byte) { char::from(byte).to_string() } else { format!("\\{byte:03o}") };
         format!("$'{}'", word.bytes().map(escape).collect::<String>())
-    }
-}
-
-/// Adds the entries of the result cache whose namespace does not exist any more.
-fn add_cache_entries(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
-    for (id, why) in snapshot.attachments.gone() {
-        // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration
-        // in the cache entry.
-        let command = quoted_del_command(id);
-        leftovers.push(Leftover::new("attachment", "cache entry", Owner::from(id).names(), why, command));
     }
 }
 

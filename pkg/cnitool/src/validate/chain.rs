@@ -16,7 +16,6 @@ use serde_json::{Value, json};
 
 use super::document::ListedPlugin;
 use super::{Problem, document, locate};
-use crate::plugins;
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
 const VETH_MTU: std::ops::RangeInclusive<i64> = 68..=65535;
@@ -53,7 +52,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         }
         // The addresses of flannel come from the node's subnet file.
         let has_addresses = |plugin: &&dyn Plugin| plugin.role() == Role::Interface && kind != "flannel";
-        if let Some(plugin) = plugins::find(kind).filter(has_addresses) {
+        if let Some(plugin) = cni_multicall::find(kind).filter(has_addresses) {
             problems.extend(listed.check_addressing(plugin, &earlier, version));
             problems.extend(listed.check_advertisements(document));
         }
@@ -75,7 +74,7 @@ fn version(document: &Value) -> Option<Version> {
 impl ListedPlugin<'_> {
     /// Returns the plugin's role, or `None` for a plugin of another project.
     fn role(&self) -> Option<Role> {
-        plugins::role(self.kind)
+        cni_multicall::find(self.kind).map(Plugin::role)
     }
 
     /// Reports a chained plugin at the beginning of the list, unless its configuration contains a
@@ -108,7 +107,7 @@ impl ListedPlugin<'_> {
             );
             problems.push(self.warning("type", what));
         }
-        if plugins::role(self.ipam).is_some_and(|role| !matches!(role, Role::Ipam | Role::IpamOrChained)) {
+        if cni_multicall::find(self.ipam).is_some_and(|ipam| !matches!(ipam.role(), Role::Ipam | Role::IpamOrChained)) {
             problems.push(self.error("ipam.type", format!("{} is not an IPAM plugin", self.ipam)));
         }
         problems

@@ -9,7 +9,6 @@ use libcni::{ConfFile, NetworkList};
 use serde_json::{Map, Value, json};
 
 use super::{LIST_KEYS, Problem, STANDARD_KEYS};
-use crate::plugins;
 
 /// How the keys of an object are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -34,7 +33,7 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
         return Err(Problem::error(position, format!("not JSON: {error}")));
     }
     let json = Json::parse(text.as_bytes()).map_err(|error| Problem::error("", format!("not JSON: {error}")))?;
-    Ok(Reader { problems }.read_document(&json))
+    Ok(read_document(&json, problems))
 }
 
 /// Loads the file at `path` as a runtime does, and adds to `document` the plugins that the runtime
@@ -63,7 +62,7 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
             let Ok(raw) = plugin.members().to_bytes() else { continue };
             let Ok(json) = Json::parse(&raw) else { continue };
             // Problems of the folder's files are dropped: they have no position in this file.
-            plugins.push(Reader { problems: &mut Vec::new() }.read_plugin(&json, ""));
+            plugins.push(read_plugin(&json, "", &mut Vec::new()));
         }
         document["plugins"] = Value::Array(plugins);
     }
@@ -121,7 +120,10 @@ impl ListedPlugin<'_> {
 /// plugin.
 pub(super) fn plugins<'a>(document: &'a Value) -> Vec<ListedPlugin<'a>> {
     let listed = |(path, object): (String, &'a Value)| {
-        let (kind, ipam) = (object["type"].as_str().unwrap_or_default(), plugins::ipam_type(object));
+        let [kind, ipam] = [&object["type"], &object["ipam"]["type"]].map(|kind| kind.as_str().unwrap_or_default());
+        // flannel's IPAM plugin gets another `ipam`, with ranges that only the node's subnet file
+        // has.
+        let ipam = if kind == "flannel" { "" } else { ipam };
         Some(ListedPlugin { path, kind, ipam, object, request: request(document, object)? })
     };
     match document["plugins"].as_array() {
@@ -156,99 +158,95 @@ fn request(list: &Value, plugin: &Value) -> Option<Value> {
     Some(Value::Object(request))
 }
 
-/// Converts a document and collects its problems.
-struct Reader<'p> {
-    problems: &'p mut Vec<Problem>,
+/// Reads the whole document: a list or one plugin.
+fn read_document(json: &Json, problems: &mut Vec<Problem>) -> Value {
+    let mut document = read_plugin(json, "", problems);
+    if let (Some(Json::Array(plugins)), Some(slot)) = (json.get("plugins"), document.get_mut("plugins")) {
+        let converted = plugins.iter().enumerate();
+        *slot = converted.map(|(index, plugin)| read_plugin(plugin, &format!("plugins[{index}]"), problems)).collect();
+    }
+    document
 }
 
-impl Reader<'_> {
-    /// Reads the whole document: a list or one plugin.
-    fn read_document(&mut self, json: &Json) -> Value {
-        let mut document = self.read_plugin(json, "");
-        if let (Some(Json::Array(plugins)), Some(slot)) = (json.get("plugins"), document.get_mut("plugins")) {
-            let converted = plugins.iter().enumerate();
-            *slot = converted.map(|(index, plugin)| self.read_plugin(plugin, &format!("plugins[{index}]"))).collect();
+/// Reads the object of a plugin, or the object of a list without its plugins.
+fn read_plugin(json: &Json, path: &str, problems: &mut Vec<Problem>) -> Value {
+    let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
+    read_object(json, path, ObjectKind::Structure, problems, &mut |problems, key, value, path| match key {
+        // `read_document` replaces the null.
+        "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
+        "ipam" => read_plain_object(value, path, ObjectKind::Structure, problems),
+        "sysctl" if is_tuning => read_plain_object(value, path, ObjectKind::Sysctls, problems),
+        _ => read_value(value, path, problems),
+    })
+}
+
+/// Reads a value of unknown structure. Its objects are maps, except `args.cni.sysctl`, which
+/// contains tuning's sysctls.
+fn read_value(json: &Json, path: &str, problems: &mut Vec<Problem>) -> Value {
+    match json {
+        Json::Null => Value::Null,
+        Json::Bool(value) => Value::Bool(*value),
+        Json::Number(number) => Value::Number(number.clone()),
+        Json::String(text) => Value::String(text.clone()),
+        Json::Array(items) => {
+            let items = items.iter().enumerate();
+            items.map(|(index, item)| read_value(item, &format!("{path}[{index}]"), problems)).collect()
         }
-        document
-    }
-
-    /// Reads the object of a plugin, or the object of a list without its plugins.
-    fn read_plugin(&mut self, json: &Json, path: &str) -> Value {
-        let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
-        self.read_object(json, path, ObjectKind::Structure, &mut |reader, key, value, path| match key {
-            // `read_document` replaces the null.
-            "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
-            "ipam" => reader.read_plain_object(value, path, ObjectKind::Structure),
-            "sysctl" if is_tuning => reader.read_plain_object(value, path, ObjectKind::Sysctls),
-            _ => reader.read_value(value, path),
-        })
-    }
-
-    /// Reads a value of unknown structure. Its objects are maps, except `args.cni.sysctl`, which
-    /// contains tuning's sysctls.
-    fn read_value(&mut self, json: &Json, path: &str) -> Value {
-        match json {
-            Json::Null => Value::Null,
-            Json::Bool(value) => Value::Bool(*value),
-            Json::Number(number) => Value::Number(number.clone()),
-            Json::String(text) => Value::String(text.clone()),
-            Json::Array(items) => {
-                let items = items.iter().enumerate();
-                items.map(|(index, item)| self.read_value(item, &format!("{path}[{index}]"))).collect()
-            }
-            Json::Object(_) => {
-                let kind = if path.ends_with("args.cni.sysctl") { ObjectKind::Sysctls } else { ObjectKind::Map };
-                self.read_plain_object(json, path, kind)
-            }
+        Json::Object(_) => {
+            let kind = if path.ends_with("args.cni.sysctl") { ObjectKind::Sysctls } else { ObjectKind::Map };
+            read_plain_object(json, path, kind, problems)
         }
     }
+}
 
-    /// Reads an object whose values have an unknown structure.
-    fn read_plain_object(&mut self, json: &Json, path: &str, kind: ObjectKind) -> Value {
-        self.read_object(json, path, kind, &mut |reader, _, value, path| reader.read_value(value, path))
-    }
+/// Reads an object whose values have an unknown structure.
+fn read_plain_object(json: &Json, path: &str, kind: ObjectKind, problems: &mut Vec<Problem>) -> Value {
+    read_object(json, path, kind, problems, &mut |problems, _, value, path| read_value(value, path, problems))
+}
 
-    /// Reads an object, or a value of another type in its place. `read` reads the value of each
-    /// key; it gets the key in its usual spelling, the value and the value's path. Adds a problem
-    /// for each duplicate key.
-    fn read_object(
-        &mut self,
-        json: &Json,
-        path: &str,
-        kind: ObjectKind,
-        read: &mut dyn FnMut(&mut Self, &str, &Json, &str) -> Value,
-    ) -> Value {
-        let Json::Object(members) = json else { return self.read_value(json, path) };
-        let mut object = Map::new();
-        for (original_key, value) in members {
-            // The keys that other modules look up by name.
-            let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| kind == ObjectKind::Structure);
-            let usual = known.find(|usual| usual.eq_ignore_ascii_case(original_key));
-            let key = usual.map_or(original_key.as_str(), |usual| *usual);
-            let is_same_key = |other: &String| match kind {
-                ObjectKind::Structure => other.eq_ignore_ascii_case(key),
-                ObjectKind::Map | ObjectKind::Sysctls => other == key,
-            };
-            let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
-            let earlier_key = object.keys().find(|other| is_same_key(other)).cloned();
-            if let Some(earlier_key) = earlier_key {
-                self.problems.push(match kind {
-                    ObjectKind::Sysctls => Problem::error(&key_path, "duplicated sysctl keys are not allowed"),
-                    ObjectKind::Structure | ObjectKind::Map => {
-                        Problem::warning(&key_path, "duplicate key: only the last value counts")
-                    }
-                });
-                // In Go's structures, `null` keeps the value of the earlier key.
-                if *value == Json::Null && kind == ObjectKind::Structure {
-                    continue;
+/// Reads a member of an object: its key, its value and its path.
+type ReadMember<'a> = dyn FnMut(&mut Vec<Problem>, &str, &Json, &str) -> Value + 'a;
+
+/// Reads an object, or a value of another type in its place. `read` reads the value of each
+/// key; it gets the key in its usual spelling, the value and the value's path. Adds a problem
+/// for each duplicate key.
+fn read_object(
+    json: &Json,
+    path: &str,
+    kind: ObjectKind,
+    problems: &mut Vec<Problem>,
+    read: &mut ReadMember<'_>,
+) -> Value {
+    let Json::Object(members) = json else { return read_value(json, path, problems) };
+    let mut object = Map::new();
+    for (original_key, value) in members {
+        // The keys that other modules look up by name.
+        let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| kind == ObjectKind::Structure);
+        let usual = known.find(|usual| usual.eq_ignore_ascii_case(original_key));
+        let key = usual.map_or(original_key.as_str(), |usual| *usual);
+        let is_same_key = |other: &String| match kind {
+            ObjectKind::Structure => other.eq_ignore_ascii_case(key),
+            ObjectKind::Map | ObjectKind::Sysctls => other == key,
+        };
+        let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+        let earlier_key = object.keys().find(|other| is_same_key(other)).cloned();
+        if let Some(earlier_key) = earlier_key {
+            problems.push(match kind {
+                ObjectKind::Sysctls => Problem::error(&key_path, "duplicated sysctl keys are not allowed"),
+                ObjectKind::Structure | ObjectKind::Map => {
+                    Problem::warning(&key_path, "duplicate key: only the last value counts")
                 }
-                object.remove(&earlier_key);
+            });
+            // In Go's structures, `null` keeps the value of the earlier key.
+            if *value == Json::Null && kind == ObjectKind::Structure {
+                continue;
             }
-            let value = read(self, key, value, &key_path);
-            object.insert(key.to_owned(), value);
+            object.remove(&earlier_key);
         }
-        Value::Object(object)
+        let value = read(problems, key, value, &key_path);
+        object.insert(key.to_owned(), value);
     }
+    Value::Object(object)
 }
 
 #[cfg(test)]

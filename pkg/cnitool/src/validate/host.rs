@@ -48,8 +48,7 @@ fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
         for (key, kind) in
             [("type", listed.kind), ("ipam.type", listed.object["ipam"]["type"].as_str().unwrap_or_default())]
         {
-            if !kind.is_empty()
-                && check_plugin_name(kind).is_ok()
+            if check_plugin_name(kind).is_ok()
                 && let Err(error) = find_plugin(kind, &runtime.plugin_folders)
             {
                 problems.push(listed.error(key, error.to_string()));

@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 
 use super::document::ListedPlugin;
 use super::{Problem, document, locate};
-use crate::plugins;
 use crate::report::did_you_mean;
 
 /// The longest name of a network, in bytes. A runtime's result cache has a file
@@ -43,14 +42,10 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
     let errors = locate::errors(document, &["plugins", "name"], &check_as_runtime);
     problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path, what)));
     problems.extend(check_name(document));
-    if !is_list {
-        problems.extend(document::plugins(document).iter().flat_map(check_plugin));
-        return problems;
-    }
-    for key in members.keys().filter(|key| !LIST_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key))) {
+    for key in members.keys().filter(|key| is_list && !LIST_KEYS.iter().any(|name| name.eq_ignore_ascii_case(key))) {
         problems.push(Problem::warning(key, unknown_text(key, &LIST_KEYS)));
     }
-    if document["plugins"].is_array() {
+    if !is_list || document["plugins"].is_array() {
         problems.extend(document::plugins(document).iter().flat_map(check_plugin));
     }
     problems
@@ -110,7 +105,7 @@ fn check_keys(
     path_of: &dyn Fn(&str) -> String,
 ) -> Vec<Problem> {
     let mut problems = Vec::new();
-    for plugin in kinds.into_iter().filter(|kind| !kind.is_empty()).filter_map(plugins::find) {
+    for plugin in kinds.into_iter().filter(|kind| !kind.is_empty()).filter_map(cni_multicall::find) {
         problems.extend(unknown_keys(plugin, request, path_of));
         let runtime_sets_ranges = plugin.role() == Role::Ipam && capabilities["ipRanges"] == json!(true);
         let check = |value: &Value| {
@@ -161,7 +156,7 @@ fn unused_capabilities(listed: &ListedPlugin<'_>) -> Vec<Problem> {
     let Some(declared) = object["capabilities"].as_object() else { return Vec::new() };
     let mut readers: Vec<&dyn Plugin> = Vec::new();
     for kind in [*kind, *ipam].into_iter().filter(|kind| !kind.is_empty()) {
-        let Some(plugin) = plugins::find(kind) else { return Vec::new() };
+        let Some(plugin) = cni_multicall::find(kind) else { return Vec::new() };
         readers.push(plugin);
     }
     let mut problems = Vec::new();

@@ -190,6 +190,54 @@ fn gc_keeps_attachments_whose_reservations_are_not_mounted() {
 }
 
 #[test]
+fn gc_of_one_network_keeps_what_multus_has_attached() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let (lives, pod, dies) = (operator.attach(), operator.node.container(), operator.node.container());
+    for container in [&pod, &dies] {
+        let names = ["--container-id", &container.id, "-i", "net1", "--cache-dir", MULTUS];
+        operator.done(&[&["add", "net1", path(container)], &names[..]].concat());
+    }
+    dies.unlink();
+    operator.node.exec(&[
+        "find",
+        &operator.node.data_dir().display().to_string(),
+        "-exec",
+        "touch",
+        "-d",
+        "2001-01-01",
+        "{}",
+        "+",
+    ]);
+    operator.done(&["ipam", "gc", "net1", "--unknown"]);
+    operator.done(&["gc", "net1"]);
+    assert_eq!(owners(&operator, "net1"), [format!("{}/eth0", lives.id), format!("{}/net1", pod.id)]);
+    assert_eq!(operator.node.ports("br0").len(), 2);
+    operator.done(&["del", "net1", path(&pod), "--container-id", &pod.id, "-i", "net1", "--cache-dir", MULTUS]);
+    operator.detach(&lives);
+}
+
+#[test]
+fn an_object_without_an_interface_is_of_a_known_attachment() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    let lives = operator.node.container();
+    operator.done(&["add", "net1", path(&lives), "--container-id", &lives.id, "-i", "net1"]);
+    // As very old releases of host-local wrote it.
+    operator.node.file("networks/net1/10.1.0.77", &lives.id);
+    operator.node.exec(&[
+        "touch",
+        "-d",
+        "2001-01-01",
+        &operator.node.data_dir().join("net1/10.1.0.77").display().to_string(),
+    ]);
+    let dry = operator.json(&["gc", "--unknown", "--dry-run"]);
+    assert_eq!(dry["networks"][0]["removed"], json!([]), "{dry:#}");
+    operator.done(&["del", "net1", path(&lives), "--container-id", &lives.id, "-i", "net1"]);
+    std::fs::remove_file(operator.node.data_dir().join("net1/10.1.0.77")).unwrap();
+}
+
+#[test]
 fn the_plugins_of_an_older_list_collect_too() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
