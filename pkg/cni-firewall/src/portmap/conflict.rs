@@ -188,8 +188,10 @@ impl<'w> ConflictSearch<'w> {
         let wanted = self.wanted;
         let address = holder.claim.container.ip();
         let leads_here = wanted.is_container(address);
-        // A network gives an address to one container at a time, now to this one.
-        if leads_here && holder.network.as_deref() == Some(&wanted.attachment.network) {
+        let is_of_network = holder.network.as_deref() == Some(&wanted.attachment.network);
+        // A network gives an address to one container at a time, now to this one. The link shows
+        // that the configuration gives it to two.
+        if leads_here && is_of_network && !holder.had_link {
             return Ok(Liveness::Dead);
         }
         // Both containers may have the port, whether or not the other one is alive.

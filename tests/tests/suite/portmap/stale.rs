@@ -101,6 +101,30 @@ fn add_removes_every_stale_port_to_its_address() {
 }
 
 #[test]
+fn a_living_container_with_the_address_keeps_its_ports() {
+    require!(Backend::Nftables.probe());
+    each(&BACKENDS, |world| {
+        // Two folders of reservations, so both containers get the address.
+        let network = |folder: &str| {
+            let only = json!([[{"subnet": "10.1.0.0/24", "rangeStart": "10.1.0.2", "rangeEnd": "10.1.0.2"}]]);
+            let data_dir = world.node.dir().join(folder);
+            patched(world.network("net1", &[]), json!({"ipam": {"ranges": only, "dataDir": data_dir}}))
+        };
+        let (first, second) = (world.pod(&network("one")), world.pod(&network("two")));
+        first.add(&world.config(json!([map(8080, 80, "tcp")]))).success();
+        // Without the time of day and the counters of iptables-legacy.
+        let is_rule = |line: &&str| !line.starts_with(['#', ':']);
+        let rules = || everything(world).lines().filter(is_rule).map(str::to_owned).collect::<Vec<_>>();
+        let before = rules();
+        second.add(&world.config(json!([]))).success();
+        assert_eq!(rules(), before, "{:?}", world.backend);
+        first.del(&world.config(json!([map(8080, 80, "tcp")]))).success();
+        first.leave();
+        second.leave();
+    });
+}
+
+#[test]
 fn add_without_snat_removes_stale_masquerading() {
     require!(Backend::Nftables.probe());
     for maker in [Maker::GoNft, Maker::Ours(Backend::Nftables)] {
