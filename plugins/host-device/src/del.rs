@@ -51,14 +51,12 @@ pub(crate) fn clean(call: &Call<'_>, attachment: &AttachmentId) -> Result<()> {
         let name = if keys.device.is_empty() { alias } else { &keys.device };
         // The kernel names it `devN` if the host has another interface CNI_IFNAME.
         let number = link.name.strip_prefix("dev").unwrap_or_default();
-        let is_fallen_back = link.name == call.ifname || number.parse::<u32>().is_ok();
+        // The kernel sets it down when it moves it.
+        let is_fallen_back = !link.up && (link.name == call.ifname || number.parse::<u32>().is_ok());
         if !(is_fallen_back || link.name == name) || !keys.identifies(&link, prev_mac) {
             continue;
         }
         if link.name != name {
-            if link.up {
-                host.set_down(link.index)?;
-            }
             host.set_name(link.index, name)?;
         }
         host.set_alias(link.index, "")?;

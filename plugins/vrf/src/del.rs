@@ -45,7 +45,7 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
         // The VRF does not exist, or another kind of interface has its name.
         _ => return Ok(()),
     };
-    if let Some(link) = netlink.find_link(&call.ifname)?.filter(|link| link.master == Some(vrf.index)) {
+    if let Some(link) = netlink.find_link(&call.ifname)? {
         if !is_own(call, &netlink, &link)? {
             call.notes.note(format_args!(
                 "vrf: {} in {} was not removed from VRF {}: it belongs to another attachment",
@@ -55,7 +55,9 @@ pub(crate) fn del(call: &Call<'_>) -> Result<()> {
             ));
             return Ok(());
         }
-        netlink.unset_master(link.index)?;
+        if link.master == Some(vrf.index) {
+            netlink.unset_master(link.index)?;
+        }
     }
     Ok(join::purge_if_empty(&netlink, &vrf)?)
 }

@@ -233,8 +233,10 @@ fn del_after_a_failed_add_keeps_the_alias_of_the_host() {
     for keys in [json!({"hwaddr": MAC}), json!({"pciBusID": "0000:00:01.0"})] {
         let config = patched(network(&node), json!({"device": null, "ipam": {"ranges": []}}));
         let attachment = Attachment::new(&node, &container, patched(config, keys));
-        attachment.add().failure();
-        for attachment in [attachment.clone(), attachment.netns("")] {
+        // The second CNI_IFNAME is the name on the host.
+        let named = [attachment.clone(), attachment.ifname("nic0")];
+        named.iter().for_each(|attachment| drop(attachment.add().failure()));
+        for attachment in named.into_iter().flat_map(|one| [one.clone(), one.netns("")]) {
             attachment.del().success();
             let link = node.link("nic0").expect("the host has nic0");
             let up = link["flags"].as_array().unwrap().contains(&json!("UP"));
