@@ -215,9 +215,9 @@ fn replace(owner: &str, addresses: &[IpAddr], egress: Option<&Egress>, changed: 
     engine::change(&mut Nft::open()?, plan).map(drop)
 }
 
-/// Adds to `batch` what is missing of the chains that all networks share, and of the chain and the
-/// sets of the owner's network. Rules of the network's chain that are not those of `egress` are
-/// replaced.
+/// Adds to `batch` what is missing of the chains that all networks share, of the chain and the sets
+/// of the owner's network, and of the rules of [`EGRESS`]. The rules of the two base chains and of
+/// the network's chain, which no other program writes, are replaced if they differ.
 fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result<()> {
     batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
     for (name, base) in [FORWARD, INPUT] {
@@ -236,8 +236,8 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
         let (set, kind) = set_of(&sets_of(&chain), sample);
         batch.ensure_set(TABLE, &set, kind);
     }
-    let hooks = [FORWARD, INPUT].map(|(name, base)| (name, hook_rules(base.hook)));
-    for (name, rules) in hooks.into_iter().chain([(chain.as_str(), network_rules(egress))]) {
+    let base_chains = [FORWARD, INPUT].map(|(name, base)| (name, hook_rules(base.hook)));
+    for (name, rules) in base_chains.into_iter().chain([(chain.as_str(), network_rules(egress))]) {
         if !has_rules(nft, name, &rules)? {
             batch.flush_chain(TABLE, name);
             for exprs in rules {
@@ -245,6 +245,7 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
             }
         }
     }
+    // This chain is not replaced: it has the rules of all networks.
     let existing = nft.rules(TABLE, EGRESS)?;
     if existing.first().is_none_or(|first| first.rule.exprs != established_rule()) {
         batch.insert_rule(TABLE, EGRESS, &Rule::new(established_rule()));

@@ -48,6 +48,7 @@ impl EntryChain {
         Table { family: self.family, name: &self.table }
     }
 
+    /// Whether the chain is in the plugins' own table, whose name `parse` refuses in every family.
     pub(super) fn is_in_own_table(&self) -> bool {
         self.table == OWN_TABLE
     }

@@ -33,9 +33,11 @@ fn record_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule> {
     Ok(Rule::new(exprs).with_comment(owned.owner.clone()))
 }
 
-/// Reads a rule that [`record_rule`] has written; `None` for other rules.
-fn read(listed: &Listed) -> Option<OwnedAddress> {
-    // The rule does not name its family. Decoded for the wrong family, it has no address.
+/// Reads a rule that [`record_rule`] has written, in the words of iptables, which [`read_record`]
+/// reads for both backends; `None` for other rules.
+fn read_record_rule(listed: &Listed) -> Option<OwnedAddress> {
+    // A rule names its family only in a table of both families, and `listed` does not have its
+    // table. Decoded for the wrong family, a record has no address.
     let families = [route::Family::V4, route::Family::V6];
     families.into_iter().find_map(|family| read_record(&rule_in_words(family, listed.clone())))
 }
@@ -44,7 +46,7 @@ fn read(listed: &Listed) -> Option<OwnedAddress> {
 /// that of its comment.
 fn keys(listed: &Listed) -> Vec<Key> {
     let comment = Key::comment(listed.rule.comment.as_deref().unwrap_or_default());
-    std::iter::once(comment).chain(read(listed).map(|owned| Key::address(owned.address))).collect()
+    std::iter::once(comment).chain(read_record_rule(listed).map(|owned| Key::address(owned.address))).collect()
 }
 
 /// An object in the table of a record that exists while a record requires it.
@@ -121,7 +123,7 @@ pub(crate) type NftRecord = Record<u64>;
 
 /// Returns the records among these rules.
 fn records_among(rules: &[Listed]) -> Vec<NftRecord> {
-    rules.iter().filter_map(|listed| Some(Record { rule: listed.handle, owned: read(listed)? })).collect()
+    rules.iter().filter_map(|listed| Some(Record { rule: listed.handle, owned: read_record_rule(listed)? })).collect()
 }
 
 /// How many addresses are searched for. For more, every record is read, because each record that is

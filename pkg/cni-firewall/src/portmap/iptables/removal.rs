@@ -162,7 +162,9 @@ pub(super) fn delete_sections(
         return;
     }
     let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(Section::claims).collect();
-    // Rules that do not show their owner are removed only with the whole chain, above.
+    // A section without a marker and an address may be of an attachment in `kept`, so its rules are
+    // removed only with the whole chain, above. Its jumps are those that no other section needs:
+    // without them, no packet reaches it.
     for section in removed.iter().filter(|section| section.shows_owner()) {
         delete_section(edit, chain, section, &kept_claims);
     }
