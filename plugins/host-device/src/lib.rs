@@ -83,8 +83,14 @@ impl Interface for HostDevice {
             // No interface: index 0, see `CreatedLink`.
             Device::Dpdk => (0, None),
             Device::Interface(selector) => {
-                record::complete_fallen_back(context.call, &context.host)?;
-                let device = find(&context.host, &selector)?;
+                let found = find(&context.host, &selector);
+                // What the kernel has moved back may have the name that it had in a container.
+                let is_untouched = |link: &Link| link.alias.is_none() && link.permanent_mac.is_none();
+                let device = match found {
+                    Ok(device) if is_untouched(&device) => device,
+                    _ if record::complete_fallen_back(context.call, &context.host)? => find(&context.host, &selector)?,
+                    found => found?,
+                };
                 if has_the_only_default_routes(&context.host, &device)? {
                     context.call.notes.note(format_args!("{}", default_route_warning(&device)));
                 }

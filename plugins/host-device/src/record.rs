@@ -115,14 +115,16 @@ pub(crate) fn keep_for_another(call: &Call<'_>, container: &Netlink, netns: &Net
 
 /// ADD: completes the return of the interfaces that the kernel has moved to the host and whose DEL
 /// is missing. Otherwise ADD could record the name that such an interface had in the container.
-pub(crate) fn complete_fallen_back(call: &Call<'_>, host: &Netlink) -> Result<()> {
+/// Returns whether there was one.
+pub(crate) fn complete_fallen_back(call: &Call<'_>, host: &Netlink) -> Result<bool> {
     let records = Record::list()?;
     if records.is_empty() {
-        return Ok(());
+        return Ok(false);
     }
     let links = host.list_links()?;
-    for record in records.iter().filter(|record| record.device.has_fallen_back(&links)) {
+    let fallen_back: Vec<&Record> = records.iter().filter(|record| record.device.has_fallen_back(&links)).collect();
+    for record in &fallen_back {
         record.complete(call, host)?;
     }
-    Ok(())
+    Ok(!fallen_back.is_empty())
 }
