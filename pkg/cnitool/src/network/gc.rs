@@ -89,7 +89,8 @@ impl VerbRun<'_> {
                 return Ok(());
             }
             let (valid, mut errors) = (plan.valid(), Vec::new());
-            for cache in self.context.caches() {
+            // The first cache is that of `runtime`, whose gc follows.
+            for cache in self.context.caches().split_off(1) {
                 let runtime = Runtime { cache, ..self.runtime.clone() };
                 let stale = runtime.stale(&list, &valid)?.entries;
                 errors.extend(stale.iter().filter_map(|entry| runtime.del_stale(&list, &entry.attachment).err()));
