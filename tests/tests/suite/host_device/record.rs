@@ -230,7 +230,7 @@ fn del_after_a_failed_add_keeps_the_alias_of_the_host() {
     // The kernel itself gives the names `devN`.
     node.ip(&["link set dev0 down", "link set dev0 name nic0", "link set nic0 alias storage up"]);
     node.exec(&["mv", "/sys/devices/pci0/0000:00:01.0/net/dev0", "/sys/devices/pci0/0000:00:01.0/net/nic0"]);
-    for keys in [json!({"hwaddr": MAC}), json!({"pciBusID": "0000:00:01.0"})] {
+    for keys in [json!({"hwaddr": MAC}), json!({"pciBusID": "0000:00:01.0"}), json!({"device": "nic0"})] {
         let config = patched(network(&node), json!({"device": null, "ipam": {"ranges": []}}));
         let attachment = Attachment::new(&node, &container, patched(config, keys));
         // The second CNI_IFNAME is the name on the host.

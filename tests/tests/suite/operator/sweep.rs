@@ -213,6 +213,8 @@ fn gc_of_one_network_keeps_what_multus_has_attached() {
     operator.done(&["gc", "net1"]);
     assert_eq!(owners(&operator, "net1"), [format!("{}/eth0", lives.id), format!("{}/net1", pod.id)]);
     assert_eq!(operator.node.ports("br0").len(), 2);
+    let cached = operator.node.exec(&["ls", &format!("{MULTUS}/results")]);
+    assert!(cached.contains(&pod.id) && !cached.contains(&dies.id), "{cached}");
     operator.done(&["del", "net1", path(&pod), "--container-id", &pod.id, "-i", "net1", "--cache-dir", MULTUS]);
     operator.detach(&lives);
 }
