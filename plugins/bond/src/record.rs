@@ -4,7 +4,7 @@
 use cni::skel::Call;
 use cni::{AttachmentId, Error, Result};
 use cni_linux::{Link, Netlink, Netns};
-use cni_plugin::interface::{BorrowedLink, Return, ensure_free};
+use cni_plugin::interface::{BorrowedLink, Return};
 use cni_plugin::record::AttachmentRecord;
 use serde::{Deserialize, Serialize};
 
@@ -99,8 +99,7 @@ impl Record {
         if self.in_container {
             return port.restore(container, link.index);
         }
-        ensure_free(&port.name)?;
-        Ok(container.move_link(link.index, &Netns::current()?, &port.name, &port.alias)?)
+        port.move_to_host(container, &link, &port.alias)
     }
 
     /// Restores the ports that are on the host, and removes them from the record, so that a later

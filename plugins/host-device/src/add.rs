@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use cni::rollback::Rollback;
 use cni::{Error, Result};
-use cni_linux::{Link, Netlink, Netns};
+use cni_linux::{Link, Netlink};
 use cni_plugin::interface::{AttachmentContext, name_taken};
 use cni_plugin::record::AttachmentRecord as _;
 
@@ -51,7 +51,7 @@ pub(crate) fn move_to_container<'a>(
 fn undo_move(host: &Netlink, container: &Netlink, record: &Record, before: &Link) -> Result<()> {
     let alias = before.alias.as_deref().unwrap_or_default();
     if let Some(moved) = record.find_in(container)? {
-        container.move_link(moved.index, &Netns::current()?, &before.name, alias)?;
+        record.device.move_to_host(container, &moved, alias)?;
     } else if let Some(unmoved) = host.find_link(&before.name)?.filter(|link| record.device.fits(link, None)) {
         host.set_alias(unmoved.index, alias)?;
     }

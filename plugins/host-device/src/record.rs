@@ -4,7 +4,7 @@
 use cni::skel::Call;
 use cni::{AttachmentId, Result};
 use cni_linux::{Link, Netlink, Netns};
-use cni_plugin::interface::{BorrowedLink, Return, ensure_free};
+use cni_plugin::interface::{BorrowedLink, Return};
 use cni_plugin::record::AttachmentRecord;
 use serde::{Deserialize, Serialize};
 
@@ -69,8 +69,7 @@ impl Record {
         // After the container's end, its path may lead to another container's namespace.
         let found = if self.is_of(container, netns) { self.find_in(container)? } else { None };
         if let Some(link) = &found {
-            ensure_free(name)?;
-            container.move_link(link.index, &Netns::current()?, name, "")?;
+            self.device.move_to_host(container, link, "")?;
         }
         if let Some(left) = container.find_link(&call.ifname)? {
             call.notes.note(format_args!(

@@ -98,6 +98,13 @@ impl Netlink {
         self.set_link(LinkRequest::new(index).name(name), |link| format!("failed to rename {link} to {name}"))
     }
 
+    /// Removes an alternative name.
+    pub fn remove_altname(&self, index: u32, altname: &str) -> Result<()> {
+        self.change(Kind::DelLinkProperty, index, &LinkRequest::new(index).altname(altname), 0, |link| {
+            format!("failed to remove the alternative name {altname} of {link}")
+        })
+    }
+
     /// Moves an interface into another namespace and gives it this name and alias. After the move
     /// it is down, has no addresses and routes, and may have another index.
     ///

@@ -54,6 +54,7 @@ pub(crate) fn decode(reply: &Reply) -> Option<Link> {
             libc::IFLA_LINK_NETNSID => link.peer_netnsid = Some(native_u32(value)?.cast_signed()),
             libc::IFLA_LINKINFO => decode_info(&mut link, value),
             libc::IFLA_AF_SPEC => link.ipv4 = decode_ipv4(value),
+            libc::IFLA_PROP_LIST => link.altnames = attributes(value).map(|(_, name)| text(name)).collect(),
             _ => {}
         }
     }

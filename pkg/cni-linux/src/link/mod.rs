@@ -59,6 +59,8 @@ pub struct Link {
     pub index: u32,
     /// The name.
     pub name: String,
+    /// The alternative names.
+    pub altnames: Vec<String>,
     /// The kind of link.
     pub kind: LinkKind,
     /// The hardware address, if it is an Ethernet one.

@@ -10,7 +10,7 @@ use netlink_packet_core::Emitable;
 use super::LinkFlag;
 use super::decode::native_u32;
 use crate::mac::Mac;
-use crate::netlink::wire::{attribute, new_attribute};
+use crate::netlink::wire::{attribute, new_attribute, new_nest};
 use crate::netlink::{Body, attributes, text};
 use crate::netns::Netns;
 
@@ -99,6 +99,13 @@ impl LinkRequest {
 
     pub(crate) fn name(self, name: &str) -> LinkRequest {
         self.with_text(libc::IFLA_IFNAME, name)
+    }
+
+    /// Names an alternative name of the link.
+    pub(crate) fn altname(mut self, altname: &str) -> LinkRequest {
+        let altname = new_attribute(libc::IFLA_ALT_IFNAME, &terminated(altname));
+        self.attributes.extend(new_nest(libc::IFLA_PROP_LIST, &altname));
+        self
     }
 
     pub(crate) fn alias(self, alias: &str) -> LinkRequest {
@@ -230,6 +237,9 @@ impl Body for LinkRequest {
                 libc::IFLA_LINK => words.push(format!("link index {number}")),
                 libc::IFLA_NET_NS_FD => words.push("netns of the container".to_owned()),
                 libc::IFLA_LINKINFO => words.extend(describe_info(value)),
+                libc::IFLA_PROP_LIST => {
+                    words.extend(attributes(value).map(|(_, name)| format!("altname {}", text(name))))
+                }
                 libc::IFLA_AF_SPEC => {
                     // `struct bridge_vlan_info`: flags and VLAN ID.
                     if let Some([_, _, low, high, ..]) = attribute(value, IFLA_BRIDGE_VLAN_INFO) {

@@ -141,6 +141,8 @@ pub(crate) enum Kind {
     GetFilter = libc::RTM_GETTFILTER,
     NewNetnsId = libc::RTM_NEWNSID,
     GetNetnsId = libc::RTM_GETNSID,
+    /// `RTM_DELLINKPROP`, which `libc` lacks.
+    DelLinkProperty = 109,
 }
 
 /// The body of a request.

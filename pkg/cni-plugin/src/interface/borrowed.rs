@@ -34,6 +34,9 @@ pub struct BorrowedLink {
     mtu: u32,
     /// The alias; empty if there was none.
     pub alias: String,
+    /// The alternative names; `None` in a record of a release that did not read them.
+    #[serde(default)]
+    altnames: Option<Vec<String>>,
 }
 
 /// The other end of a veth, or the interface below.
@@ -71,6 +74,7 @@ impl BorrowedLink {
             mac: link.mac.map(|mac| mac.to_string()),
             mtu: link.mtu,
             alias: link.alias.clone().unwrap_or_default(),
+            altnames: Some(link.altnames.clone()),
         }
     }
 
@@ -140,6 +144,29 @@ impl BorrowedLink {
         Ok(fitting.into_iter().max_by_key(|link| (has_name(link), has_index(link))))
     }
 
+    /// Moves the interface, which is `link` in the container, to the host, where it gets the
+    /// recorded name and this alias.
+    ///
+    /// # Errors
+    /// - Code 102 if another interface of the host has the name.
+    /// - Those of the kernel.
+    pub fn move_to_host(&self, container: &Netlink, link: &Link, alias: &str) -> Result<()> {
+        ensure_free(&self.name)?;
+        self.remove_new_altnames(container, link)?;
+        Ok(container.move_link(link.index, &Netns::current()?, &self.name, alias)?)
+    }
+
+    /// Removes the alternative names of the interface, now `link`, that it had not on the host. The
+    /// kernel would refuse the move if the host has a link of such a name, and programs of the
+    /// host could take the interface for another one.
+    fn remove_new_altnames(&self, netlink: &Netlink, link: &Link) -> Result<()> {
+        let Some(before) = &self.altnames else { return Ok(()) };
+        for altname in link.altnames.iter().filter(|altname| !before.contains(altname)) {
+            netlink.remove_altname(link.index, altname)?;
+        }
+        Ok(())
+    }
+
     /// Restores the hardware address, the MTU and the state of the interface, which has this index
     /// now.
     ///
@@ -186,6 +213,7 @@ impl BorrowedLink {
             && named.name == self.name
             && self.fits(&named, None)
         {
+            self.remove_new_altnames(host, &named)?;
             if has_alias(&named) {
                 host.set_alias(named.index, "")?;
             }
@@ -207,6 +235,7 @@ impl BorrowedLink {
                 if link.up {
                     host.set_down(link.index)?;
                 }
+                self.remove_new_altnames(host, link)?;
                 host.set_name(link.index, &self.name)?;
                 host.set_alias(link.index, "")?;
                 Ok(Return::Complete(link.index))
