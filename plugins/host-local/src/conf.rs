@@ -209,8 +209,8 @@ fn args_cni_ips(conf: &NetConf) -> Result<Vec<String>> {
     ips.decode().map_err(|error| Error::caused(Code::DECODE, "failed to load netconf: args.cni.ips", error))
 }
 
-/// Returns the range sets. Returns `None` if the configuration has none: then the runtime provides
-/// them to ADD.
+/// Returns the range sets of `ipam` and `runtimeConfig`, or `None` if neither has any: the runtime
+/// gives them only to ADD.
 ///
 /// # Errors
 /// Code 6 for a wrong type; 7 for invalid ranges or a missing `ipam`.

@@ -49,7 +49,8 @@ impl PortMark {
         format!("cni-port:{attachment_alias} {first_address}+{address_count} {earlier_alias}")
     }
 
-    /// Returns the addresses that this plugin added, from `prev`, the result of the whole list.
+    /// Returns the addresses that this plugin added, from `prev`, the result of the whole list, by
+    /// their position: they are wrong if a later plugin removed or inserted an address before them.
     pub fn added_ips<'r>(&self, prev: &'r AddResult) -> impl Iterator<Item = &'r IpConfig> + use<'r> {
         prev.ips.iter().skip(self.first_address).take(self.address_count)
     }
@@ -60,7 +61,7 @@ impl PortMark {
     }
 }
 
-/// Removes addresses from an interface. An address that the interface does not have is not an
+/// Removes addresses from an interface. An address or an interface that does not exist is not an
 /// error.
 ///
 /// # Errors

@@ -167,13 +167,14 @@ pub fn check_forwarding(link: &Link, family: Family) -> Result<()> {
 /// # Errors
 /// A sysctl cannot be read, for example because the kernel has no IPv6.
 pub fn disabled_forwarding(link: &Link, family: Family) -> Result<Option<String>> {
-    // The kernel decides by the link, and `ip_forward` only writes the value of all links.
-    // systemd-networkd can set single links while `ip_forward` is 0.
+    // In IPv6 the kernel decides by the value of all links, in IPv4 by that of the link:
+    // `ip_forward` only writes the latter for all, and systemd-networkd can set single links while
+    // `ip_forward` is 0. Any number but 0 means on.
     if family == Family::V4 && link.ipv4.is_some_and(|ipv4| ipv4.forwarding) {
         return Ok(None);
     }
     let for_all_links = forwarding_sysctl(family);
-    let is_on = sysctl::read(for_all_links)? == "1";
+    let is_on = sysctl::read(for_all_links)? != "0";
     Ok(match family {
         Family::V6 if is_on => None,
         Family::V4 if is_on => Some(format!("net/ipv4/conf/{}/forwarding", link.name)),

@@ -151,6 +151,11 @@ fn fails_when_ipv6_forwarding_is_off() {
 }
 
 #[test]
+fn passes_when_ipv6_forwarding_is_another_number_than_1() {
+    passes_after(|node, _, _| drop(node.exec(&["sysctl", "-qw", "net.ipv6.conf.all.forwarding=2"])));
+}
+
+#[test]
 fn fails_when_the_reservation_is_gone() {
     fails_after(|node, _, _| {
         for (address, _) in node.reservations("net1") {
