@@ -8,7 +8,9 @@ use cni::AttachmentId;
 use cni::Result;
 use cni::result::AddResult;
 use cni::skel::Call;
-use cni_linux::{Link, Mac, Netlink};
+use cni_linux::{Link, Mac, Netlink, Netns};
+
+use crate::interface::PortMark;
 
 /// What is known about the attachment that an interface belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +39,21 @@ pub fn identify(call: &Call<'_>, prev: Option<&AddResult>, link: &Link) -> Resul
         return Ok(Identity::Unknown);
     }
     Ok(if call.attachment().is_on(alias) { Identity::Own } else { Identity::Other })
+}
+
+/// Returns the host's end of `inner`, a veth in `netns`, the container's namespace; `None` if the
+/// host has no such end.
+///
+/// Both ends must name each other. A process in the container chooses the indexes of its links, so
+/// an end without the attachment's mark must also have its other end in `netns`.
+///
+/// # Errors
+/// Those of the kernel.
+pub fn find_host_end(host: &Netlink, attachment: &AttachmentId, netns: &Netns, inner: &Link) -> Result<Option<Link>> {
+    let Some(outer) = host.find_other_end(inner)? else { return Ok(None) };
+    let has_mark = attachment.is_on(outer.alias.as_deref())
+        || PortMark::of(&outer).is_some_and(|mark| mark.belongs_to(attachment));
+    Ok(if has_mark || host.is_end_in(&outer, netns)? { Some(outer) } else { None })
 }
 
 /// Returns the MAC that `prev` has for CNI_IFNAME, or `None` if there is no valid one.

@@ -19,6 +19,7 @@ use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Error, Result};
 use cni_linux::{Link, Netlink, Netns};
+use cni_plugin::identity;
 use cni_plugin::interface::gc_links;
 
 use conf::Conf;
@@ -108,13 +109,14 @@ fn find_host_end(call: &Call<'_>, prev: &AddResult, host: &Netlink) -> Result<Li
         return Err(Error::config("no interfaces provided"));
     }
     let ifname = &call.ifname;
-    let container = host.open_in(&Netns::open(call.netns()?)?)?;
+    let netns = Netns::open(call.netns()?)?;
+    let container = host.open_in(&netns)?;
     let no_peer = |reason: String| Error::config(format!("container interface {ifname} has no veth peer: {reason}"));
     let inner = container.find_link(ifname)?;
     let inner = inner.ok_or_else(|| no_peer(format!("could not look up {ifname:?}: Link not found")))?;
     let index = inner.peer_index.filter(|_| inner.is_veth());
     let index = index.ok_or_else(|| no_peer(format!("interface {ifname:?} was not a veth interface")))?;
-    let host_end = host.find_other_end(&inner)?;
+    let host_end = identity::find_host_end(host, &call.attachment(), &netns, &inner)?;
     let host_end = host_end.ok_or_else(|| Error::config(format!("veth peer with index {index} is not in host ns")))?;
     if !lists_host_interface(prev, &host_end.name) {
         let details = format!("prevResult does not list {}, the host's end of {ifname}", host_end.name);

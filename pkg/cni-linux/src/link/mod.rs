@@ -299,6 +299,9 @@ impl Netlink {
 
     /// Returns the other end of `link`, a veth in another namespace, if that end is in this
     /// connection's namespace. Returns `None` if `link` is not a veth.
+    ///
+    /// Compares indexes, which a process in the namespace of `link` can choose for its own links.
+    /// [`is_end_in`](Netlink::is_end_in) asks the kernel.
     pub fn find_other_end(&self, link: &Link) -> Result<Option<Link>> {
         let Some(index) = link.peer_index.filter(|_| link.is_veth()) else { return Ok(None) };
         // An unrelated interface of this namespace may have the index.

@@ -4,6 +4,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 
 use netlink_packet_core::Emitable;
 
+use super::Link;
 use crate::error::{Error, Result};
 use crate::netlink::wire::{attribute, new_attribute};
 use crate::netlink::{Body, Kind, Netlink};
@@ -38,6 +39,13 @@ impl Body for Request {
 }
 
 impl Netlink {
+    /// Whether the other end of `link`, a link of this connection's namespace that the kernel has
+    /// just returned, is in `netns`.
+    pub fn is_end_in(&self, link: &Link, netns: &Netns) -> Result<bool> {
+        // The kernel assigned the ID when it returned the link.
+        Ok(link.peer_netnsid.is_some() && link.peer_netnsid == self.find_netns_id(netns)?)
+    }
+
     /// Returns the ID that `other` has in this connection's namespace, which
     /// [`Link::peer_netnsid`](crate::Link::peer_netnsid) names; `None` if it has none.
     pub fn find_netns_id(&self, other: &Netns) -> Result<Option<i32>> {

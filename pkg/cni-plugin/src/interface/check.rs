@@ -15,6 +15,7 @@ use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
 use super::advertisements::AcceptRa;
 use super::layer3::{Layer3, forwarding_sysctl};
 use super::{AttachmentContext, HostEnd, Interface, LinkState, PortMark, masquerade};
+use crate::identity::find_host_end;
 use crate::keys::MasqueradeScope;
 
 /// How long CHECK waits for a state that the kernel reaches by itself.
@@ -260,7 +261,8 @@ impl<'a, C> Check<'a, C> {
     /// # Errors
     /// Code 101 with the text `missing` if the host has no such end.
     pub fn host_end(&self, missing: &str) -> Result<Link> {
-        self.context.host.find_other_end(&self.inner)?.ok_or_else(|| failed(missing))
+        let AttachmentContext { host, attachment, netns, .. } = &self.context;
+        find_host_end(host, attachment, netns, &self.inner)?.ok_or_else(|| failed(missing))
     }
 
     /// Compares the MAC and MTU of CNI_IFNAME with `prevResult`. If the plugin's policy asks for

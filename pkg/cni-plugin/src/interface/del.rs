@@ -104,8 +104,8 @@ impl<I: Interface> Links<'_, '_, I> {
         let Some(netns) = netns else { return self.purge_host_end(&host, PortAction::GiveBack) };
         let inside_removed = self.remove_inside(&host, &netns);
         let host_end_removed = match inside_removed {
-            // CNI_IFNAME existed. The host's end has usually disappeared with it, but the end of an
-            // earlier ADD whose DEL was lost has not.
+            // The host's end has usually disappeared with CNI_IFNAME, but the end of an earlier ADD
+            // whose DEL was lost has not.
             Ok(true) => self.purge_named_host_ends(&host).map(drop),
             // Both ends may have been renamed, so all aliases are searched.
             Ok(false) => self.purge_host_end(&host, PortAction::GiveBack),
@@ -115,8 +115,9 @@ impl<I: Interface> Links<'_, '_, I> {
         Error::join([inside_removed.err(), host_end_removed.err()].into_iter().flatten())
     }
 
-    /// Removes the attachment's interfaces in the container's namespace. Returns whether there was
-    /// an interface CNI_IFNAME, removed or not.
+    /// Removes the attachment's interfaces in the container's namespace. Returns whether CNI_IFNAME
+    /// was one of them: the container can have renamed its interface, and have another one of this
+    /// name.
     fn remove_inside(&self, host: &Netlink, netns: &Netns) -> Result<bool> {
         let container = host.open_in(netns)?;
         if self.plugin.remove_recorded(self.call, &container, netns)? {
@@ -128,8 +129,10 @@ impl<I: Interface> Links<'_, '_, I> {
             return Ok(false);
         };
         let inner_removed = self.remove_inner(host, &container, &inner);
-        Error::join([inner_removed.err(), unrenamed_removed.err()].into_iter().flatten())?;
-        Ok(true)
+        match (inner_removed, unrenamed_removed) {
+            (Err(error), unrenamed_removed) => Err(error.and(unrenamed_removed.err())),
+            (Ok(was_ours), unrenamed_removed) => unrenamed_removed.map(|()| was_ours),
+        }
     }
 
     /// Removes an interface that still has its temporary name, because its ADD was killed before it
@@ -146,13 +149,15 @@ impl<I: Interface> Links<'_, '_, I> {
 
     /// Removes `inner`, which is CNI_IFNAME, if it belongs to this attachment, else leaves it, with
     /// a note. If its end on the host has a port mark, an earlier plugin created `inner`: gives it
-    /// back if the mark is this attachment's, else leaves it silently.
-    fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<()> {
+    /// back if the mark is this attachment's, else leaves it silently. Returns whether it was this
+    /// attachment's.
+    fn remove_inner(&self, host: &Netlink, container: &Netlink, inner: &Link) -> Result<bool> {
         let outer = if I::HOST_END == HostEnd::None { None } else { host.find_other_end(inner)? };
         if let Some(outer) = &outer
             && let Some(port_mark) = PortMark::of(outer)
         {
-            if port_mark.belongs_to(self.attachment) {
+            let is_ours = port_mark.belongs_to(self.attachment);
+            if is_ours {
                 let added_ips = self.prev.into_iter().flat_map(|prev| port_mark.added_ips(prev));
                 let added: Vec<Cidr> = added_ips.map(|ip| ip.address).collect();
                 // After an error, `remove` takes the port off the bridge but leaves the port mark,
@@ -160,17 +165,18 @@ impl<I: Interface> Links<'_, '_, I> {
                 purge_addresses(container, inner.index, &added)?;
                 give_back(host, outer)?;
             }
-            return Ok(());
+            return Ok(is_ours);
         }
         if self.ownership(host, inner, outer.as_ref())? == Ownership::Ours {
-            return self.plugin.remove(self.call, container, inner);
+            self.plugin.remove(self.call, container, inner)?;
+            return Ok(true);
         }
         self.call.notes.note(format_args!(
             "{} in {} was not removed: it is not the interface that this attachment created",
             inner.name,
             self.call.netns.as_deref().unwrap_or(Path::new("the container")).display()
         ));
-        Ok(())
+        Ok(false)
     }
 
     /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end

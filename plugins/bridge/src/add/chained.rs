@@ -14,6 +14,7 @@ use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Netlink};
+use cni_plugin::identity;
 use cni_plugin::interface::{
     AttachmentContext, CreatedLink, Layer3, PortMark, give_back, purge_addresses, restore_alias,
 };
@@ -86,7 +87,7 @@ pub(crate) fn plug_in<'a>(
             call.ifname
         ))
     })?;
-    let link = find_host_end(host, conf, earlier, &inner)?;
+    let link = find_host_end(context, earlier, &inner)?;
     let peer_mac = inner.mac.ok_or_else(|| {
         Error::config(format!(
             "bridge is chained, but the container's interface {:?} has no hardware address: only Ethernet interfaces \
@@ -169,32 +170,22 @@ pub(crate) fn record_addresses<'a>(
     Ok(context.host.set_alias(created.link.port, &port_mark.alias())?)
 }
 
-/// Returns the host's end of the container's interface `inner`. Both ends must name each other,
-/// because an index is only unique within a namespace.
+/// Returns the host's end of the container's interface `inner`.
 ///
 /// # Errors
-/// Code 7 unless `earlier` lists exactly one host interface that is the other end of `inner`.
-fn find_host_end(host: &Netlink, conf: &Conf, earlier: &AddResult, inner: &Link) -> Result<Link> {
-    let mut peers = Vec::new();
-    for interface in &earlier.interfaces {
-        if !interface.sandbox.is_empty() || interface.name == conf.bridge {
-            continue;
-        }
-        if let Some(link) = host.find_link(&interface.name)?
-            && (inner.peer_index, link.peer_index) == (Some(link.index), Some(inner.index))
-        {
-            peers.push(link);
-        }
-    }
-    match <[Link; 1]>::try_from(peers) {
-        Ok([link]) => Ok(link),
-        Err(peers) => Err(Error::config(format!(
-            "bridge is chained, so prevResult must list exactly one host interface that is the other end of {}, and \
-             lists {}",
-            inner.name,
-            peers.len()
-        ))),
-    }
+/// Code 7 unless the host has that end and `earlier` lists it.
+fn find_host_end(context: &AttachmentContext<'_, Conf>, earlier: &AddResult, inner: &Link) -> Result<Link> {
+    let AttachmentContext { host, attachment, netns, conf, .. } = context;
+    let is_listed = |link: &Link| {
+        let mut on_host = earlier.interfaces.iter().filter(|interface| interface.sandbox.is_empty());
+        link.name != conf.bridge && on_host.any(|interface| interface.name == link.name)
+    };
+    identity::find_host_end(host, attachment, netns, inner)?.filter(is_listed).ok_or_else(|| {
+        Error::config(format!(
+            "bridge is chained, so prevResult must list the host interface that is the other end of {}",
+            inner.name
+        ))
+    })
 }
 
 /// Returns the mark that the link gets as a port of `bridge` for this attachment.

@@ -14,6 +14,7 @@ use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
+use super::bridge::chained::imitate_pair;
 use world::{both, config, ifbs, limits, plug, pod, qdiscs, transfer, unplug};
 
 #[test]
@@ -460,4 +461,22 @@ fn measured_rates_are_the_configured_ones() {
             unplug(&node, "host0");
         }
     }
+}
+
+#[test]
+fn a_pod_that_imitates_anothers_pair_does_not_limit_it() {
+    let node = Node::new();
+    // So that the ends have two indexes.
+    node.ip(&["link add spare0 type bridge"]);
+    let (victim, _) = pod(&node, "host0");
+    let container = node.container();
+    imitate_pair(&container, "eth0", &victim.link("eth0").unwrap(), &node.link("host0").unwrap());
+    let prev = json!({
+        "cniVersion": VERSION,
+        "interfaces": [{"name": "host0"}, {"name": "eth0", "sandbox": container.netns()}],
+    });
+    Attachment::new(&node, &container, config(both())).add_after(&prev).fails_naming(7, &["not in host ns"]);
+    assert_eq!(ifbs(&node), [""; 0]);
+    unplug(&node, "host0");
+    unplug(&node, "spare0");
 }

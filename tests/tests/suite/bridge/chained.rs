@@ -303,3 +303,45 @@ fn del_after_a_killed_chained_add_leaves_nothing() {
     assert!(killed_with_rules > 0, "no kill came after the rules were written");
     node.exec(&["ip", "link", "del", "host0"]);
 }
+
+/// Creates a pair in the container: `ifname` and its other end have the indexes of `inner` and
+/// `outer`, the ends of another container's pair.
+pub(crate) fn imitate_pair(container: &Container, ifname: &str, inner: &Value, outer: &Value) {
+    let (inner, outer) = (&inner["ifindex"], &outer["ifindex"]);
+    container.ip(&[
+        &format!("link add {ifname} index {inner} type veth peer name other0 index {outer}"),
+        &format!("link set {ifname} up"),
+    ]);
+}
+
+#[test]
+fn a_pod_that_imitates_anothers_pair_does_not_get_its_port() {
+    let node = Node::new();
+    let (victim, container) = (node.container(), node.container());
+    made_before(&node, &victim);
+    let before = node.link("host0").unwrap();
+    imitate_pair(&container, "eth0", &victim.link("eth0").unwrap(), &before);
+    let prev = json!({
+        "cniVersion": "1.0.0",
+        "interfaces": [{"name": "host0"}, {"name": "eth0", "sandbox": container.netns()}],
+    });
+    Attachment::new(&node, &container, layer2()).add_after(&prev).fails_naming(7, &["eth0"]);
+    let after = node.link("host0").unwrap();
+    assert_eq!((&after["master"], &after["ifalias"]), (&Value::Null, &Value::Null));
+    node.exec(&["ip", "link", "del", "host0"]);
+}
+
+#[test]
+fn del_gives_the_port_back_if_the_pod_has_another_eth0() {
+    let node = Node::new();
+    let container = node.container();
+    let prev = made_before(&node, &container);
+    let attachment = Attachment::new(&node, &container, layer2());
+    let result = attachment.add_after(&prev).success();
+    container.ip(&["link set eth0 name mine0", "link add eth0 type veth peer name other0"]);
+    attachment.del_with(&result).success();
+    let port = node.link("host0").unwrap();
+    assert_eq!((&port["master"], &port["ifalias"]), (&Value::Null, &Value::Null));
+    assert!(container.link("eth0").is_some(), "it is the pod's");
+    node.exec(&["ip", "link", "del", "host0"]);
+}

@@ -9,6 +9,7 @@ use conformance::{OUTSIDE, patched, uplink};
 use serde_json::{Value, json};
 
 use super::{Operator, path};
+use crate::bridge::chained::imitate_pair;
 use crate::portmap::world::{BACKENDS, Backend, ask_tcp, at};
 
 /// A node with a network `net1` of all plugins with rules, in one backend.
@@ -311,6 +312,36 @@ fn a_container_that_changes_its_interface_gets_its_rules() {
         assert_eq!(differences(&whole, &place.rules()), [""; 0], "{:?}", place.backend);
         place.detach("net1", &forger);
         place.detach("net1", &renamed);
+    });
+}
+
+/// Go's plugins set no mark. The forger has a pair with the indexes of the victim's.
+#[test]
+fn a_container_that_imitates_anothers_pair_gets_no_rules_for_its_port() {
+    require!(probe::plugin("cnitool"));
+    each(|place| {
+        let node = &place.operator.node;
+        let (forger, victim) = (place.attach("net1", Some(8080)), place.attach("net1", Some(8081)));
+        let end_of = |container: &Container| {
+            let index = &container.link("eth0").unwrap()["link_index"];
+            let links = node.json(&["ip", "-j", "link", "show", "type", "veth"]);
+            links.as_array().unwrap().iter().find(|link| link["ifindex"] == *index).unwrap().clone()
+        };
+        let (forgers, victims) = (end_of(&forger), end_of(&victim));
+        node.exec(&["ip", "link", "set", forgers["ifname"].as_str().unwrap(), "alias", ""]);
+        let mac = forger.link("eth0").unwrap()["address"].as_str().unwrap().to_owned();
+        forger.ip(&[&format!("link set eth0 netns {} name moved0", victim.netns().display())]);
+        imitate_pair(&forger, "eth0", &victim.link("eth0").unwrap(), &victims);
+        forger.exec(&["ip", "link", "set", "eth0", "address", &mac]);
+        let (script, _) = losses(place.backend)[0];
+        place.shell(script);
+        let text = place.failed(&["rules", "restore"]);
+        assert!(text.contains("! bridge       failed: CNI veth created for bridge br0 was not found"), "{text}");
+        let port = format!("iifname \"{}\"", victims["ifname"].as_str().unwrap());
+        let rules = place.rules().join("\n");
+        assert!(!rules.lines().any(|rule| rule.contains(&port) && rule.contains(&forger.id)), "{rules}");
+        place.detach("net1", &forger);
+        place.detach("net1", &victim);
     });
 }
 
