@@ -214,7 +214,8 @@ impl BorrowedLink {
             && self.fits(&named, None)
         {
             self.remove_new_altnames(host, &named)?;
-            if has_alias(&named) {
+            // It is that of ADD, or one that the pod has set.
+            if named.alias.as_deref().is_some_and(|alias| alias != self.alias) {
                 host.set_alias(named.index, "")?;
             }
             return Ok(Return::Complete(named.index));

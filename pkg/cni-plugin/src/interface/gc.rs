@@ -62,7 +62,8 @@ pub fn gc_links(call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let Link { index, alias: Some(alias), .. } = link else { continue };
         let removed = match PortMark::parse(alias) {
             Some(port_mark) if is_stale(&port_mark.attachment_alias) => give_back(&host, link),
-            None if is_stale(alias) => host.purge_link(*index).map(drop),
+            // Another kind of link, such as a network card, has its alias from elsewhere.
+            None if is_stale(alias) && (link.is_veth() || link.is_ifb()) => host.purge_link(*index).map(drop),
             _ => Ok(()),
         };
         errors.extend(removed.err().map(Error::from));

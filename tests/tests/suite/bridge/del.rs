@@ -152,6 +152,16 @@ fn gc_finds_a_host_end_that_was_renamed() {
 }
 
 #[test]
+fn gc_leaves_links_of_a_kind_that_no_plugin_creates() {
+    let node = Node::new();
+    node.ip(&["link add other0 type bridge", "link set other0 alias cni:net1/old/eth0"]);
+    let config = patched(bridge(&node, &["10.1.0.0/24"]), json!({"cniVersion": "1.1.0"}));
+    Attachment::new(&node, &node.container(), config).gc(&[]).success();
+    assert!(node.link("other0").is_some());
+    node.exec(&["ip", "link", "del", "other0"]);
+}
+
+#[test]
 fn del_with_a_path_that_was_unmounted_releases_the_address() {
     let node = Node::new();
     let (container, attachment, result) = attach(&node, &bridge(&node, &["10.1.0.0/24"]), 1).remove(0);
