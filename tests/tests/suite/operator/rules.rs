@@ -317,7 +317,7 @@ fn a_container_that_changes_its_interface_gets_its_rules() {
 
 /// Go's plugins set no mark. The forger has a pair with the indexes of the victim's.
 #[test]
-fn a_container_that_imitates_anothers_pair_gets_no_rules_for_its_port() {
+fn no_rules_for_a_port_whose_pair_a_container_imitates() {
     require!(probe::plugin("cnitool"));
     each(|place| {
         let node = &place.operator.node;
