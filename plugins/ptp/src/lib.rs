@@ -17,7 +17,7 @@ use cni::result::{AddResult, Dns, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Call, RestoreMode};
 use cni::{Cidr, Error, Result};
-use cni_linux::{Dad, Family, Link, Netlink, Route, Watch, sysctl};
+use cni_linux::{Dad, Family, Link, Netlink, Route, SavedRoute, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices, Pair};
 use cni_plugin::interface::{
     AttachmentContext, Check, CreatedLink, Gateway, HostEnd, HostState, Interface, Layer3, Layer3Policy, SubnetRoute,
@@ -162,22 +162,28 @@ impl Interface for Ptp {
     }
 }
 
-/// Adds `route`, the host's route to one of the container's addresses. If the host already has a
-/// route to that address, perhaps of a container that had the address before, the existing route
-/// stays, and `route` is added in front of it.
+/// Adds `route`, the host's route to one of the container's addresses. If the host already has
+/// routes to that address, removes those over a pair whose container is gone, and adds `route`
+/// behind all others: a living container keeps its packets.
 fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
-    match context.host.add_route(route) {
-        Err(error) if error.is_exists() => {
-            context.host.add_route_in_front(&[*route])?;
-            let msg = format_args!(
-                "ptp: the host already had a route to {}: it stays, but packets take the new one",
-                route.dst
-            );
-            context.call.notes.note(msg);
-            Ok(())
-        }
-        added => Ok(added?),
+    let AttachmentContext { host, call, .. } = context;
+    match host.add_route(route) {
+        Err(error) if error.is_exists() => {}
+        added => return Ok(added?),
     }
+    for existing in host.save_routes(Family::of(route.dst.address()))? {
+        let Some(other) = existing.routes().into_iter().find(|other| other.conflicts_with(route)) else { continue };
+        let Some(link) = host.find_link_by_index(other.oif)? else { continue };
+        let (dst, name) = (route.dst, &link.name);
+        // A pair with both ends on the host has no container.
+        if link.is_veth() && (link.peer_netnsid.is_none() || host.peer_is_gone(&link)?) {
+            host.purge_route(&existing)?;
+            call.notes.note(format_args!("ptp: removed the route to {dst} over {name}, which has no container"));
+        } else {
+            call.notes.note(format_args!("ptp: packets to {dst} leave by {name}, as long as its route exists"));
+        }
+    }
+    Ok(host.append_route(&SavedRoute::from(route))?)
 }
 
 /// Returns the host's route to one address of the container, over the interface with this index.
@@ -204,9 +210,12 @@ fn check_host_end(host: &Netlink, host_end: &Link, ips: &[IpConfig]) -> Result<(
             return Err(failed(format!("{name} does not have the gateway's address {gateway}")));
         }
         let route = host_route(ip, host_end.index);
+        // The kernel uses the first one.
         let same_destination = host.list_conflicting(&route)?;
-        if !same_destination.iter().any(|existing| existing.oif == host_end.index) {
-            return Err(failed(format!("the host has no route to {} over {name}", route.dst)));
+        match same_destination.iter().position(|existing| existing.oif == host_end.index) {
+            Some(0) => {}
+            Some(_) => return Err(failed(format!("the host has a route to {} before that over {name}", route.dst))),
+            None => return Err(failed(format!("the host has no route to {} over {name}", route.dst))),
         }
         check_forwarding(host_end, Family::of(ip.address.address()))?;
     }

@@ -183,12 +183,38 @@ fn a_stale_route_to_the_address_does_no_harm() {
         "route add fd00:1::2/128 dev old0",
     ]);
     let (container, attachment, result) = attach(&node, &dual(&node), 1).remove(0);
-    for gateway in ["10.1.0.1", "fd00:1::1"] {
+    let outer = result["interfaces"][0]["name"].as_str().unwrap();
+    for (gateway, address) in [("10.1.0.1", "10.1.0.2"), ("fd00:1::1", "fd00:1::2")] {
         ping(&container, gateway);
+        assert!(node.exec(&["ip", "route", "get", address]).contains(&format!("dev {outer} ")), "{address}");
     }
     attachment.check(&result).success();
     attachment.del_with(&result).success();
     node.exec(&["ip", "link", "del", "old0"]);
+}
+
+#[test]
+fn a_living_container_keeps_the_packets_to_its_address() {
+    let node = Node::new();
+    let (_living, first, first_result) = attach(&node, &dual(&node), 1).remove(0);
+    let newcomer = node.container();
+    // Another network, for example one that an author of pods configures.
+    let ipam = json!({"type": "static", "addresses": [{"address": "10.1.0.2/24", "gateway": "10.1.0.9"},
+        {"address": "fd00:1::2/64", "gateway": "fd00:1::9"}]});
+    let second =
+        Attachment::new(&node, &newcomer, json!({"cniVersion": VERSION, "name": "net2", "type": "ptp", "ipam": ipam}));
+    let second_result = second.add().success();
+    let outer = |result: &Value| result["interfaces"][0]["name"].as_str().unwrap().to_owned();
+    let leaves_by = |address: &str, result: &Value| {
+        node.exec(&["ip", "route", "get", address]).contains(&format!("dev {} ", outer(result)))
+    };
+    assert!(leaves_by("10.1.0.2", &first_result) && leaves_by("fd00:1::2", &first_result));
+    first.check(&first_result).success();
+    second.check(&second_result).fails_naming(101, &["10.1.0.2", "before", &outer(&second_result)]);
+    first.del_with(&first_result).success();
+    assert!(leaves_by("10.1.0.2", &second_result) && leaves_by("fd00:1::2", &second_result));
+    second.check(&second_result).success();
+    second.del_with(&second_result).success();
 }
 
 #[test]
