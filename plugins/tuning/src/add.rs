@@ -227,12 +227,13 @@ impl NamespaceChanges {
     fn write_sysctls(&self, sysctls: &[Found], record: &mut Record, rollback: &mut Rollback<'_>) -> Result<()> {
         let mut is_record_changed = false;
         for found in sysctls {
-            let read_back = found.write()?;
+            // Before the write: of several numbers, the kernel stores those before a wrong one.
             if let Some(original) = found.current.clone() {
                 let (netns, path) = (Rc::clone(&self.netns), found.path.clone());
                 let undo = move || netns.run(|| sysctl::write_original(&path, &original))?;
                 rollback.push(format!("restore sysctl {}", found.path), undo);
             }
+            let read_back = found.write()?;
             if read_back.is_some()
                 && let Some(saved) = record.sysctls.iter_mut().find(|saved| saved.path == found.path)
             {

@@ -33,6 +33,16 @@ fn a_sysctl_in_the_middle_that_the_kernel_refuses() {
 }
 
 #[test]
+fn a_sysctl_of_which_the_kernel_stores_a_part() {
+    let node = Node::new();
+    let container = pod(&node);
+    let before = container.sysctl("net/ipv4/tcp_rmem");
+    call(&node, &container, "ADD", r#""sysctl":{"net.ipv4.tcp_rmem":"5000 60000 -5"}"#).run().failure();
+    is_untouched(&node, &container);
+    assert_eq!(container.sysctl("net/ipv4/tcp_rmem"), before);
+}
+
+#[test]
 fn an_mtu_that_the_device_refuses() {
     let node = Node::new();
     let container = pod(&node);
