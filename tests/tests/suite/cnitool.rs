@@ -199,6 +199,19 @@ fn a_failed_add_is_undone_in_reverse_order() {
     assert_eq!(operator.cached(), Vec::<String>::new());
 }
 
+/// The interface can be that of a running pod, and each plugin gets a DEL after a failed ADD.
+#[test]
+fn an_add_to_an_interface_that_exists_calls_no_plugin() {
+    require!(probe::plugin("cnitool"));
+    let operator = Operator::new();
+    operator.chain(json!({}));
+    operator.container.ip(&["link add eth0 type veth peer name other0"]);
+    failed(&operator.run("add"), &["code 102", operator.netns(), "eth0", "nothing was changed"]);
+    assert_eq!(operator.log(), [""; 0]);
+    succeeded(&operator.call(&["add", "net1", operator.netns(), "--ifname", "eth1"]).run());
+    succeeded(&operator.call(&["del", "net1", operator.netns(), "--ifname", "eth1"]).run());
+}
+
 #[test]
 fn a_del_that_fails_stops_and_can_be_repeated() {
     require!(probe::plugin("cnitool"));

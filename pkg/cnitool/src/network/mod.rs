@@ -10,10 +10,12 @@ mod sweep;
 mod valid_list;
 mod versions;
 
+use std::path::Path;
 use std::time::Duration;
 
 use cni::file::clean;
 use cni::{Code, Error, skel};
+use cni_linux::{Netlink, Netns};
 use libcni::cache::Entry;
 use libcni::{Attachment, Members, NetworkList, OnError, Runtime};
 use serde_json::json;
@@ -79,12 +81,14 @@ impl VerbRun<'_> {
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
     /// - Code 4 if the namespace does not exist, or a variable is malformed.
+    /// - Code 102 if the namespace has an interface CNI_IFNAME.
     /// - The error of ADD.
     /// - Code 5 if the result cannot be printed. The namespace remains attached then.
     fn add(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
         let list = self.configuration()?;
         let mut attachment = self.attachment()?;
         self.refuse_absent_netns(&attachment)?;
+        self.refuse_taken_ifname(&attachment)?;
         // An ADD takes no values from the cache entry of an earlier ADD.
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
@@ -230,6 +234,24 @@ impl VerbRun<'_> {
             return Err(error.with_details(format!("a path is expected; did you mean {suggestion}?")));
         }
         Err(error.with_details("'ip netns add NAME' creates one at /run/netns/NAME"))
+    }
+
+    /// Refuses an attachment whose interface exists. A plugin would refuse it too, but then all
+    /// plugins get a DEL, which could remove the interface of a running container.
+    ///
+    /// # Errors
+    /// Code 102 if the namespace has an interface CNI_IFNAME and the cache does not have the
+    /// attachment; if it has, ADD names the entry.
+    fn refuse_taken_ifname(&self, attachment: &Attachment) -> Result<(), Error> {
+        let Attachment { netns, ifname, .. } = attachment;
+        let is_cached = !matches!(self.runtime.cache.find(&attachment.id(&self.command.network)), Ok(None));
+        let find = || Netns::open(Path::new(netns))?.run(Netlink::open)??.find_link(ifname);
+        // loopback sets an interface up that every namespace has. An error is left to the plugins.
+        if is_cached || ifname == "lo" || matches!(find(), Ok(None) | Err(_)) {
+            return Ok(());
+        }
+        Err(Error::new(Code::CONFLICT, format!("{netns} already has an interface {ifname}"))
+            .with_details("nothing was changed; --ifname attaches another interface"))
     }
 }
 
