@@ -239,8 +239,15 @@ impl Links {
 }
 
 /// Creates a folder and its parents with access for root only.
+///
+/// # Errors
+/// Not `AlreadyExists`, which would mean a reservation of the address: a dangling symbolic link in
+/// place of a folder is reported as `NotADirectory`.
 fn create_folder(path: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(path)
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => ErrorKind::NotADirectory.into(),
+        _ => error,
+    })
 }
 
 /// Returns the mtime of a folder if it is a stamp. An mtime that the kernel has set is about as old

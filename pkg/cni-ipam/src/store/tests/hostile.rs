@@ -107,8 +107,14 @@ fn fifos_in_the_folder_are_never_waited_for_and_get_nothing() {
 
 #[test]
 fn a_sidecar_that_cannot_be_written_costs_time_and_one_line() {
+    costs_time_and_one_line(|sidecar| fs::write(sidecar, "in the way"));
+    costs_time_and_one_line(|sidecar| std::os::unix::fs::symlink("/nowhere/at/all", sidecar));
+}
+
+#[track_caller]
+fn costs_time_and_one_line(put_in_the_way: impl FnOnce(&Path) -> std::io::Result<()>) {
     let net = Net::new();
-    fs::write(net.data.path().join(".cni"), "in the way").unwrap();
+    put_in_the_way(&net.data.path().join(".cni")).unwrap();
     let lines = Rc::new(std::cell::RefCell::new(Vec::new()));
     let sink = Rc::clone(&lines);
     let notes = Notes::new(move |line| sink.borrow_mut().push(line.to_owned()));
