@@ -65,10 +65,10 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
 /// Returns the list's version, or `None` if it is not valid.
 fn version(document: &Value) -> Option<Version> {
     // Errors in the name and the plugins must not hide the version.
-    let mut list = document.clone();
-    list["plugins"] = json!([{"type": "x"}]);
-    list["name"] = json!("unnamed");
-    NetworkList::parse(list.to_string().as_bytes()).and_then(|list| list.version()).ok()
+    let mut list = document.as_object()?.clone();
+    list.insert("plugins".to_owned(), json!([{"type": "x"}]));
+    list.insert("name".to_owned(), json!("unnamed"));
+    NetworkList::parse(Value::Object(list).to_string().as_bytes()).and_then(|list| list.version()).ok()
 }
 
 impl ListedPlugin<'_> {

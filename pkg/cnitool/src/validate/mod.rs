@@ -277,6 +277,17 @@ mod tests {
     use crate::testing::Node;
 
     #[test]
+    fn a_file_without_an_object_is_reported() {
+        let node = Node::new();
+        for text in ["[]", "7", "null", "\"bridge\""] {
+            node.configure(text);
+            let outcome = node.call("validate");
+            assert_eq!(outcome.exit, Exit::Failed, "{text}");
+            assert!(outcome.stdout.contains(":1:1: error: not a JSON object\n"), "{text}: {}", outcome.stdout);
+        }
+    }
+
+    #[test]
     fn validate_takes_files_or_networks() {
         let node = Node::new();
         let file = node.folder.path().join("net.d/net.conflist");
