@@ -5,20 +5,29 @@ use std::path::Path;
 
 use cni::ident;
 use cni::json::Json;
-use libcni::{ConfFile, NetworkList};
+use libcni::NetworkList;
 use serde_json::{Map, Value, json};
 
 use super::{LIST_KEYS, Problem, STANDARD_KEYS};
 
-/// How the keys of an object are compared.
+/// What an object is. It decides how the keys are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ObjectKind {
-    /// Keys that differ only in case are equal, as in Go's structures.
-    Structure,
+    /// A list or a plugin. Keys that differ only in case are equal, as in Go's structures.
+    Plugin,
+    /// The object `ipam` of a plugin, whose keys are compared as those of a plugin.
+    Ipam,
     /// Keys are case-sensitive, as in Go's maps. Also used for objects of unknown structure.
     Map,
     /// As `Map`, but duplicate keys are errors, because tuning refuses them.
     Sysctls,
+}
+
+impl ObjectKind {
+    /// Whether keys that differ only in case are equal.
+    fn ignores_case(self) -> bool {
+        matches!(self, ObjectKind::Plugin | ObjectKind::Ipam)
+    }
 }
 
 /// Returns the document in `text`, with the keys of structures in their usual spelling. Adds a
@@ -33,22 +42,26 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
         return Err(Problem::error(position, format!("not JSON: {error}")));
     }
     let json = Json::parse(text.as_bytes()).map_err(|error| Problem::error("", format!("not JSON: {error}")))?;
-    Ok(read_document(&json, problems))
+    Ok(read_value(&json, "", ObjectKind::Plugin, problems))
 }
 
-/// Loads the file at `path` as a runtime does, and adds to `document` the plugins that the runtime
-/// adds from the folder named after the network. Does nothing if runtimes ignore files with this
-/// extension.
+/// Adds to `document` the plugins that a runtime adds from the folder named after the network.
+/// `list` is what a runtime loads from the file at `path`. Does nothing if runtimes ignore files
+/// with this extension.
 ///
 /// # Errors
 /// A problem if a runtime cannot load the file.
-pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result<(), Problem> {
+pub(super) fn add_plugins_of_folder(
+    document: &mut Value,
+    path: &Path,
+    list: &cni::Result<NetworkList>,
+) -> Result<(), Problem> {
     let extension = path.extension().unwrap_or_default();
     if !["conflist", "conf", "json"].iter().any(|known| extension == *known) {
         return Ok(());
     }
     let is_list = extension == "conflist";
-    let list: NetworkList = match ConfFile::read(path.to_owned()).list {
+    let list = match list {
         Ok(list) => list,
         Err(error) if !is_list && document.get("plugins").is_some() => {
             let what = format!("{error}: only a file whose name ends in .conflist is read as a list");
@@ -62,7 +75,7 @@ pub(super) fn add_plugins_of_folder(document: &mut Value, path: &Path) -> Result
             let Ok(raw) = plugin.members().to_bytes() else { continue };
             let Ok(json) = Json::parse(&raw) else { continue };
             // Problems of the folder's files are dropped: they have no position in this file.
-            plugins.push(read_plugin(&json, "", &mut Vec::new()));
+            plugins.push(read_value(&json, "", ObjectKind::Plugin, &mut Vec::new()));
         }
         document["plugins"] = Value::Array(plugins);
     }
@@ -158,93 +171,46 @@ fn request(list: &Value, plugin: &Value) -> Option<Value> {
     Some(Value::Object(request))
 }
 
-/// Reads the whole document: a list or one plugin.
-fn read_document(json: &Json, problems: &mut Vec<Problem>) -> Value {
-    let mut document = read_plugin(json, "", problems);
-    if let (Some(Json::Array(plugins)), Some(slot)) = (json.get("plugins"), document.get_mut("plugins")) {
-        let converted = plugins.iter().enumerate();
-        *slot = converted.map(|(index, plugin)| read_plugin(plugin, &format!("plugins[{index}]"), problems)).collect();
-    }
-    document
-}
-
-/// Reads the object of a plugin, or the object of a list without its plugins.
-fn read_plugin(json: &Json, path: &str, problems: &mut Vec<Problem>) -> Value {
-    let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
-    read_object(json, path, ObjectKind::Structure, problems, &mut |problems, key, value, path| match key {
-        // `read_document` replaces the null.
-        "plugins" if path == "plugins" && matches!(value, Json::Array(_)) => Value::Null,
-        "ipam" => read_plain_object(value, path, ObjectKind::Structure, problems),
-        "sysctl" if is_tuning => read_plain_object(value, path, ObjectKind::Sysctls, problems),
-        _ => read_value(value, path, problems),
-    })
-}
-
-/// Reads a value of unknown structure. Its objects are maps, except `args.cni.sysctl`, which
-/// contains tuning's sysctls.
-fn read_value(json: &Json, path: &str, problems: &mut Vec<Problem>) -> Value {
-    match json {
-        Json::Null => Value::Null,
-        Json::Bool(value) => Value::Bool(*value),
-        Json::Number(number) => Value::Number(number.clone()),
-        Json::String(text) => Value::String(text.clone()),
+/// Reads a value. Objects are read as `kind`, those inside them as the keys above them say. Adds a
+/// problem for each duplicate key.
+fn read_value(json: &Json, path: &str, kind: ObjectKind, problems: &mut Vec<Problem>) -> Value {
+    let members = match json {
         Json::Array(items) => {
             let items = items.iter().enumerate();
-            items.map(|(index, item)| read_value(item, &format!("{path}[{index}]"), problems)).collect()
+            return items.map(|(index, item)| read_value(item, &format!("{path}[{index}]"), kind, problems)).collect();
         }
-        Json::Object(_) => {
-            let kind = if path.ends_with("args.cni.sysctl") { ObjectKind::Sysctls } else { ObjectKind::Map };
-            read_plain_object(json, path, kind, problems)
-        }
-    }
-}
-
-/// Reads an object whose values have an unknown structure.
-fn read_plain_object(json: &Json, path: &str, kind: ObjectKind, problems: &mut Vec<Problem>) -> Value {
-    read_object(json, path, kind, problems, &mut |problems, _, value, path| read_value(value, path, problems))
-}
-
-/// Reads a member of an object: its key, its value and its path.
-type ReadMember<'a> = dyn FnMut(&mut Vec<Problem>, &str, &Json, &str) -> Value + 'a;
-
-/// Reads an object, or a value of another type in its place. `read` reads the value of each
-/// key; it gets the key in its usual spelling, the value and the value's path. Adds a problem
-/// for each duplicate key.
-fn read_object(
-    json: &Json,
-    path: &str,
-    kind: ObjectKind,
-    problems: &mut Vec<Problem>,
-    read: &mut ReadMember<'_>,
-) -> Value {
-    let Json::Object(members) = json else { return read_value(json, path, problems) };
+        Json::Object(members) => members,
+        scalar => return scalar.into(),
+    };
+    let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
     let mut object = Map::new();
     for (original_key, value) in members {
         // The keys that other modules look up by name.
-        let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| kind == ObjectKind::Structure);
+        let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| kind.ignores_case());
         let usual = known.find(|usual| usual.eq_ignore_ascii_case(original_key));
         let key = usual.map_or(original_key.as_str(), |usual| *usual);
-        let is_same_key = |other: &String| match kind {
-            ObjectKind::Structure => other.eq_ignore_ascii_case(key),
-            ObjectKind::Map | ObjectKind::Sysctls => other == key,
-        };
+        let is_same_key =
+            |other: &String| if kind.ignores_case() { other.eq_ignore_ascii_case(key) } else { other == key };
         let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
-        let earlier_key = object.keys().find(|other| is_same_key(other)).cloned();
-        if let Some(earlier_key) = earlier_key {
+        if let Some(earlier_key) = object.keys().find(|other| is_same_key(other)).cloned() {
             problems.push(match kind {
                 ObjectKind::Sysctls => Problem::error(&key_path, "duplicated sysctl keys are not allowed"),
-                ObjectKind::Structure | ObjectKind::Map => {
-                    Problem::warning(&key_path, "duplicate key: only the last value counts")
-                }
+                _ => Problem::warning(&key_path, "duplicate key: only the last value counts"),
             });
             // In Go's structures, `null` keeps the value of the earlier key.
-            if *value == Json::Null && kind == ObjectKind::Structure {
+            if *value == Json::Null && kind.ignores_case() {
                 continue;
             }
             object.remove(&earlier_key);
         }
-        let value = read(problems, key, value, &key_path);
-        object.insert(key.to_owned(), value);
+        let value_kind = match (kind, key, value) {
+            (ObjectKind::Plugin, "plugins", Json::Array(_)) if path.is_empty() => ObjectKind::Plugin,
+            (ObjectKind::Plugin, "ipam", Json::Object(_)) => ObjectKind::Ipam,
+            (ObjectKind::Plugin, "sysctl", Json::Object(_)) if is_tuning => ObjectKind::Sysctls,
+            (_, _, Json::Object(_)) if key_path.ends_with("args.cni.sysctl") => ObjectKind::Sysctls,
+            _ => ObjectKind::Map,
+        };
+        object.insert(key.to_owned(), read_value(value, &key_path, value_kind, problems));
     }
     Value::Object(object)
 }
@@ -266,7 +232,7 @@ mod tests {
         );
         let expected = json!({"name": "n", "cniVersion": "1.0.0", "plugins": [{"type": "x", "MTU": 2, "ipam": {"type": "y", "A": 1}}]});
         assert_eq!(value, expected);
-        assert_eq!(problems, ["Warning: cniVersion", "Warning: plugins[0].MTU"]);
+        assert_eq!(problems, ["Warning: plugins[0].MTU", "Warning: cniVersion"]);
     }
 
     #[test]

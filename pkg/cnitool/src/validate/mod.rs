@@ -246,7 +246,7 @@ fn check_file(path: &Path, host: Option<&Context<'_>>) -> Result<CheckedFile, Er
         Err(problem) => problems.push(problem),
         Ok(mut document) => {
             network = document.get("name").and_then(Value::as_str).map(str::to_owned);
-            let loaded = document::add_plugins_of_folder(&mut document, path);
+            let loaded = document::add_plugins_of_folder(&mut document, path, &list);
             problems.extend(rules::check(&document));
             problems.extend(chain::check(&document));
             // The error of loading mostly repeats another error.

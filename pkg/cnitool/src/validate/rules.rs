@@ -28,8 +28,7 @@ pub(crate) const STANDARD_KEYS: [&str; 9] =
 /// Returns the problems that the document has on every host.
 pub(super) fn check(document: &Value) -> Vec<Problem> {
     let Some(members) = document.as_object() else { return vec![Problem::error("", "not a JSON object")] };
-    // An object with neither `plugins` nor `type` is checked as a list.
-    let is_list = members.contains_key("plugins") || !members.contains_key("type");
+    let is_list = document::is_list(document);
     let mut problems = Vec::new();
     let parse = if is_list { NetworkList::parse } else { NetworkList::parse_single };
     let check_as_runtime = |value: &Value| {
