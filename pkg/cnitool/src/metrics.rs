@@ -18,7 +18,7 @@ use libcni::NetworkList;
 
 use crate::call::{Context, Exit, Streams, uptime};
 use crate::doctor::{self, CheckOutcome, Extent};
-use crate::node::attachments::Liveness;
+use crate::node::attachments::{CachedAttachment, Liveness};
 use crate::node::ipam::IpamContext;
 use crate::node::leftovers::Leftover;
 use crate::node::snapshot::{ListedPool, Snapshot};
@@ -141,14 +141,14 @@ fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> R
 /// Adds the number of attachments and leftovers.
 fn add_attachments(text: &mut Exposition, snapshot: &Snapshot, leftovers: &[Leftover]) {
     let cached = &snapshot.attachments.cached;
-    let networks = cached.iter().map(|entry| [entry.network.as_str()]);
+    let networks = cached.iter().map(|one| [one.id.network.as_str()]);
     text.add_counts("cni_attachments", "Attachments in the result cache.", ["network"], networks);
     // Most attachments of a network have the same configuration, which is parsed once.
     let mut lists: BTreeMap<&[u8], Option<NetworkList>> = BTreeMap::new();
-    for entry in cached {
+    for CachedAttachment { entry, .. } in cached {
         lists.entry(&entry.config).or_insert_with(|| entry.list().ok());
     }
-    let added = cached.iter().filter_map(|entry| lists.get(entry.config.as_slice())?.as_ref());
+    let added = cached.iter().filter_map(|one| lists.get(one.entry.config.as_slice())?.as_ref());
     let plugins = added.flat_map(|list| list.plugins().iter().map(|plugin| [list.name(), plugin.kind()]));
     let help = "Attachments in the result cache to which a plugin has contributed.";
     text.add_counts("cni_plugin_attachments", help, ["network", "plugin"], plugins);

@@ -19,7 +19,7 @@ use serde_json::json;
 
 use crate::call::{Call, Context, Exit, Format, Streams};
 use crate::node::attachments::find_host_end;
-use crate::node::{name_of, plugins_of_type, result_of};
+use crate::node::{name_of, plugins_of_type};
 use crate::report::{Colour, Report, counted, words};
 use crate::target::NetnsPresence;
 
@@ -287,7 +287,7 @@ fn why_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<(Outcome, String)
     let (netns, ifname) = (&entry.attachment.netns, &entry.attachment.ifname);
     let host = Netlink::open()?;
     let container_interface = entry.container_interface()?;
-    let result = result_of(entry).unwrap_or_default();
+    let result = entry.decoded_result().ok().flatten().unwrap_or_default();
     let presence = NetnsPresence::at(netns, call.machine);
     if let NetnsPresence::Gone(why) = presence {
         return skipped(format!("its namespace {netns} is gone: {why}"));

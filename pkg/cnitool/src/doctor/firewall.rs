@@ -7,13 +7,12 @@
 use std::fs;
 use std::time::Duration;
 
-use cni::AttachmentId;
 use cni::machine::{Child, Exit, OnSigterm};
-use cni::result::AddResult;
 use cni_linux::{Link, program, sysctl};
 use serde_json::Value;
 
 use super::{CheckOutcome, Examined, Extent, advice};
+use crate::node::attachments::CachedAttachment;
 use crate::node::objects::HOST_PORT;
 
 /// Runs a program and returns its stdout. Returns `None` if the program is not installed or fails.
@@ -62,12 +61,11 @@ struct BridgeNames {
 impl BridgeNames {
     /// Collects the addresses of the containers that are attached to a bridge.
     fn of(node: &Examined<'_>, bridge: &Link) -> BridgeNames {
-        let on_bridge = node.snapshot.attachments.entries_on_bridge(bridge);
-        let (attachments, results): (Vec<AttachmentId>, Vec<Option<&AddResult>>) =
-            on_bridge.map(|(entry, result)| (entry.id(), result)).unzip();
+        let attached: Vec<&CachedAttachment> = node.snapshot.attachments.cached_on_bridge(bridge).collect();
         let mut host_ports = node.snapshot.objects.iter().filter(|object| object.fact.kind == HOST_PORT);
-        let has_host_ports = host_ports.any(|rule| attachments.iter().any(|attachment| rule.owner.matches(attachment)));
-        let addresses = results.into_iter().flatten().flat_map(|result| &result.ips).flat_map(|ip| {
+        let has_host_ports = host_ports.any(|rule| attached.iter().any(|cached| rule.owner.matches(&cached.id)));
+        let results = attached.into_iter().flat_map(|cached| &cached.result);
+        let addresses = results.flat_map(|result| &result.ips).flat_map(|ip| {
             let (subnet, address) = (ip.address.network(), ip.address.address());
             let full_length = if address.is_ipv4() { 32 } else { 128 };
             [format!("{address}"), format!("{address}/{full_length}"), format!("{subnet}")]

@@ -218,11 +218,9 @@ pub(crate) fn examine(
 /// attachment.
 fn attachments(node: &Examined<'_>) -> CheckOutcome {
     let mut outcome = CheckOutcome::new("attachments");
-    for entry in &node.snapshot.attachments.cached {
-        if NetnsPresence::at(&entry.attachment.netns, node.context.call.machine) != NetnsPresence::Exists {
-            continue;
-        }
-        let report = AttachmentReport::new(&node.snapshot, entry, node.context.call);
+    let cached = node.snapshot.attachments.cached.iter();
+    for one in cached.filter(|one| one.presence == NetnsPresence::Exists) {
+        let report = AttachmentReport::new(&node.snapshot, one, node.context.call);
         let differing: Vec<&Fact> = report.facts.iter().filter(|fact| fact.problem.is_some()).collect();
         if differing.is_empty() {
             continue;
@@ -268,7 +266,7 @@ impl Examined<'_> {
     fn a_used_network_sets(&self, keys: &[&str]) -> bool {
         let sets_a_key =
             |config: &[u8]| plugins_in(config).iter().any(|plugin| keys.iter().any(|key| is_true(plugin, key)));
-        if self.snapshot.attachments.entries_with_link(|_| true).any(|(entry, _)| sets_a_key(&entry.config)) {
+        if self.snapshot.attachments.cached_with_link(|_| true).any(|cached| sets_a_key(&cached.entry.config)) {
             return true;
         }
         let used_bridges = self.snapshot.bridges();

@@ -9,6 +9,7 @@ use cni_linux::{Link, Netns, OperState, sysctl};
 use cni_plugin::interface::disabled_forwarding;
 
 use super::{CheckOutcome, Examined};
+use crate::node::attachments::CachedAttachment;
 use crate::node::leftovers::quoted;
 use crate::node::name_of;
 
@@ -19,8 +20,7 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
     if !node.a_used_network_sets(&["isGateway", "isDefaultGateway", "ipMasq"]) {
         return outcome.with_summary("no network needs forwarding; the plugins switch it on when a network does");
     }
-    let results = node.snapshot.attachments.with_results().filter_map(|(_, result)| result);
-    let ips = results.flat_map(|result| &result.ips);
+    let ips = node.snapshot.attachments.cached.iter().flat_map(|cached| &cached.result).flat_map(|result| &result.ips);
     let families: Vec<Family> = ips.map(|ip| Family::of(ip.address.address())).collect();
     // The links behind which containers use the host as a gateway.
     let attached_links = &node.snapshot.attachments.attached_links;
@@ -93,8 +93,8 @@ pub(super) fn links(node: &Examined<'_>) -> CheckOutcome {
 /// Returns the path of an attachment's namespace, or `None` if the result cache does not have the
 /// path.
 fn netns_of(node: &Examined<'_>, attachment: &AttachmentId) -> Option<String> {
-    let entry = node.snapshot.attachments.find_entry(attachment)?;
-    Some(entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
+    let cached = node.snapshot.attachments.find_cached(attachment)?;
+    Some(cached.entry.attachment.netns.clone()).filter(|netns| !netns.is_empty())
 }
 
 /// Returns the command that changes a link of the host.
@@ -213,12 +213,11 @@ pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
         if read_mode("all").max(read_mode(&bridge.name)) != STRICT_RP_FILTER {
             continue;
         }
-        for (entry, result) in node.snapshot.attachments.entries_on_bridge(bridge) {
-            let Some(result) = result else { continue };
-            for ip in result.ips.iter().filter(|ip| ip.address.is_ipv4()) {
+        for CachedAttachment { id, result, .. } in node.snapshot.attachments.cached_on_bridge(bridge) {
+            for ip in result.iter().flat_map(|result| &result.ips).filter(|ip| ip.address.is_ipv4()) {
                 let address = ip.address.address();
                 if node.netlink.outgoing_interface(address).ok() != Some(bridge.index) {
-                    let object = format!("{address} of network {}", entry.network);
+                    let object = format!("{address} of network {}", id.network);
                     let problem = format!(
                         "is on {}, but the host's route to it uses another interface: the strict rp_filter drops packets that it \
                          sends to the host or through it",

@@ -14,6 +14,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::call::Call;
+use crate::node::attachments::CachedAttachment;
 use crate::node::objects::{HOST_PORT, RESERVATION};
 use crate::node::snapshot::Snapshot;
 use crate::node::{is_true, plugins_in, plugins_of_type};
@@ -38,34 +39,33 @@ pub(crate) struct AttachmentReport {
 }
 
 impl AttachmentReport {
-    /// Collects the facts about the attachment of a cache entry.
-    pub(crate) fn new(snapshot: &Snapshot, entry: &Entry, call: &Call<'_>) -> AttachmentReport {
-        let mut report = AttachmentReport { id: entry.id(), netns: entry.attachment.netns.clone(), facts: Vec::new() };
-        let absent = || Err("the result cache has no result of this attachment".to_owned());
-        let result = entry.decoded_result().transpose().unwrap_or_else(absent).unwrap_or_else(|why| {
-            report.facts.push(Fact::differs("result", [], why));
-            AddResult::default()
-        });
-        report.add_host_links(snapshot, &result);
-        let (state, problem) = match NetnsPresence::at(&report.netns, call.machine) {
+    /// Collects the facts about a cached attachment.
+    pub(crate) fn new(snapshot: &Snapshot, cached: &CachedAttachment, call: &Call<'_>) -> AttachmentReport {
+        let CachedAttachment { entry, id, presence, result } = cached;
+        let mut report = AttachmentReport { id: id.clone(), netns: entry.attachment.netns.clone(), facts: Vec::new() };
+        report.facts.extend(result.as_ref().err().map(|why| Fact::differs("result", [], why)));
+        let no_result = AddResult::default();
+        let result = result.as_ref().unwrap_or(&no_result);
+        report.add_host_links(snapshot, result);
+        let (state, problem) = match presence {
             NetnsPresence::Exists => ("exists", None),
             // Fine, because the module `leftovers` reports the cache entry.
             NetnsPresence::Gone(_) => ("gone", None),
-            NetnsPresence::OtherFile(why) => ("unknown", Some(why)),
+            NetnsPresence::OtherFile(why) => ("unknown", Some(why.clone())),
             // Fine, because nothing could be compared.
             NetnsPresence::Unknown(_) => ("unknown", None),
         };
         let namespace = Fact::fine("namespace", [("path", json!(report.netns)), ("state", json!(state))]);
         report.facts.push(Fact { problem, ..namespace.clone() });
         if state == "exists"
-            && let Err(error) = report.add_container_facts(entry, &result)
+            && let Err(error) = report.add_container_facts(entry, result)
         {
             report.facts.push(Fact { problem: Some(error.to_string()), ..namespace });
         }
         let objects = snapshot.objects.iter().filter(|object| object.owner.matches(&report.id));
         report.facts.extend(objects.map(|object| object.fact.clone()));
         report.add_missing_rules(entry, call);
-        report.add_missing_reservations(entry, &result);
+        report.add_missing_reservations(entry, result);
         report
     }
 

@@ -52,9 +52,9 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
         (args.network.is_none() || network == args.network.as_deref()) && args.container.as_ref().is_none_or(has_prefix)
     };
     let cached = &snapshot.attachments.cached;
-    let selected = cached.iter().filter(|e| is_selected(Some(&e.network), Some(&e.attachment.container_id)));
+    let selected = cached.iter().filter(|one| is_selected(Some(&one.id.network), Some(&one.id.container_id)));
     let attachments: Vec<AttachmentReport> =
-        selected.map(|entry| AttachmentReport::new(&snapshot, entry, context.call)).collect();
+        selected.map(|one| AttachmentReport::new(&snapshot, one, context.call)).collect();
     let mut left_over = leftovers::list(&snapshot);
     left_over.retain(|leftover| is_selected(leftover.network.as_deref(), leftover.container_id.as_deref()));
     if let Some(network) = &args.network
@@ -62,7 +62,7 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
         && left_over.is_empty()
     {
         let known: Vec<&str> = match args.container {
-            Some(_) => cached.iter().map(|entry| entry.attachment.container_id.as_str()).collect(),
+            Some(_) => cached.iter().map(|one| one.id.container_id.as_str()).collect(),
             None => snapshot.networks.iter().map(NetworkList::name).collect(),
         };
         let hint = did_you_mean(args.container.as_ref().unwrap_or(network), &known);

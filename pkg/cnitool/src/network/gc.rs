@@ -18,7 +18,7 @@ use serde_json::json;
 use super::VerbRun;
 use super::sweep::{Evidence, Network};
 use crate::call::{Format, Streams};
-use crate::node::attachments::read_caches;
+use crate::node::attachments::{CachedAttachment, read_caches};
 use crate::report::{REFUSED, Report, counted};
 
 /// The decisions of gc about one network.
@@ -131,9 +131,11 @@ impl VerbRun<'_> {
     /// Code 5 if the result cache cannot be read.
     fn plan(&self, list: &NetworkList) -> Result<Plan, Error> {
         let cached = read_caches(self.context, Some(list.name()))?;
+        let read = |entry| CachedAttachment::new(entry, self.context.call.machine);
+        let attachments: Vec<CachedAttachment> = cached.entries.into_iter().map(read).collect();
         let mut network = Network { lists: vec![list.clone()], ..Network::default() };
-        for entry in &cached.entries {
-            network.traces_of(&entry.id()).entries.push(entry);
+        for one in &attachments {
+            network.traces_of(&one.id).cached.push(one);
         }
         for (container, ifname) in &self.command.gc.keep {
             network.traces_of(&AttachmentId::new(list.name(), container, ifname));

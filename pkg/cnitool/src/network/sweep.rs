@@ -14,19 +14,18 @@ use std::time::{Duration, SystemTime};
 
 use cni::{AttachmentId, Code, Error};
 use cni_linux::Link;
-use libcni::cache::Entry;
 use libcni::{Attachment, NetworkList, Runtime};
 
 use super::VerbRun;
 use super::gc::{Decision, Plan};
 use super::valid_list::ValidList;
 use crate::call::{Streams, uptime};
-use crate::node::attachments::Liveness;
+use crate::node::attachments::{CachedAttachment, Liveness};
 use crate::node::ipam::NetworkPool;
 use crate::node::objects::Owner;
-use crate::node::result_of;
 use crate::node::snapshot::Snapshot;
 use crate::report::{REFUSED, did_you_mean};
+use crate::target::NetnsPresence;
 
 /// The default of `--min-age`, in seconds. A runtime lists a pod only after its containers can be
 /// started, and kubelet waits for that for 240 seconds.
@@ -35,7 +34,7 @@ const DEFAULT_MIN_AGE: u64 = 600;
 /// What exists of one attachment.
 #[derive(Default)]
 pub(super) struct Traces<'a> {
-    pub(super) entries: Vec<&'a Entry>,
+    pub(super) cached: Vec<&'a CachedAttachment>,
     /// The latest time at which a cache entry of the attachment was written or, without one, a
     /// reservation.
     since: Option<SystemTime>,
@@ -77,11 +76,11 @@ impl Traces<'_> {
         if self.since < SystemTime::now().checked_sub(uptime()?) {
             return None;
         }
-        let folder_of = |entry: &&Entry| {
-            result_of(entry).filter(|result| !result.ips.is_empty())?;
+        let folder_of = |CachedAttachment { entry, result, .. }: &&CachedAttachment| {
+            result.as_ref().ok().filter(|result| !result.ips.is_empty())?;
             Some(NetworkPool::of(&entry.list().ok()?, Some(&entry.attachment.capability_args))?.folder())
         };
-        self.entries.iter().filter_map(folder_of).find(|folder| matches!(folder.try_exists(), Ok(false)))
+        self.cached.iter().filter_map(folder_of).find(|folder| matches!(folder.try_exists(), Ok(false)))
     }
 }
 
@@ -138,7 +137,7 @@ impl VerbRun<'_> {
     /// Code 7 if the network in the arguments does not exist.
     fn find_networks<'a>(&self, snapshot: &'a Snapshot) -> Result<BTreeMap<String, Network<'a>>, Error> {
         let mut networks: BTreeMap<String, Network<'a>> = BTreeMap::new();
-        let recorded = snapshot.attachments.cached.iter().filter_map(|entry| entry.list().ok());
+        let recorded = snapshot.attachments.cached.iter().filter_map(|cached| cached.entry.list().ok());
         for list in snapshot.networks.iter().cloned().chain(recorded) {
             let network = networks.entry(list.name().to_owned()).or_default();
             if !network.lists.iter().any(|known| known.raw() == list.raw()) {
@@ -160,11 +159,10 @@ impl VerbRun<'_> {
             }
         };
         let caches = self.context.caches();
-        for entry in &snapshot.attachments.cached {
-            let id = entry.id();
-            let written = caches.iter().filter_map(|cache| cache.written_at(&id)).max();
-            add(&id, &mut |traces| {
-                traces.entries.push(entry);
+        for cached in &snapshot.attachments.cached {
+            let written = caches.iter().filter_map(|cache| cache.written_at(&cached.id)).max();
+            add(&cached.id, &mut |traces| {
+                traces.cached.push(cached);
                 traces.since = traces.since.max(written);
             });
         }
@@ -182,7 +180,7 @@ impl VerbRun<'_> {
                 // Their times are in whole seconds.
                 let since = reservation.since.and_then(|since| since.checked_add(Duration::from_secs(1)));
                 add(&AttachmentId::new(&listed.pool.network, &reservation.id, ifname), &mut |traces| {
-                    if traces.entries.is_empty() {
+                    if traces.cached.is_empty() {
                         traces.since = traces.since.max(since);
                     }
                 });
@@ -209,7 +207,7 @@ impl VerbRun<'_> {
                 let folder = folder.display();
                 reason += &format!(", but {folder} with its reservations does not exist: mount or create the folder");
             }
-            let netns = traces.entries.first().map(|entry| entry.attachment.netns.clone()).unwrap_or_default();
+            let netns = traces.cached.first().map(|cached| cached.entry.attachment.netns.clone()).unwrap_or_default();
             let decision = Decision { container_id: id.container_id, ifname: id.ifname, netns, state, reason };
             if is_kept { &mut kept } else { &mut removed }.push(decision);
         }
@@ -234,35 +232,34 @@ impl VerbRun<'_> {
     fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (bool, &'static str, String) {
         let is_id = |(container, ifname): &(String, String)| *container == id.container_id && *ifname == id.ifname;
         if self.command.gc.keep.iter().any(is_id) {
-            let absence = if traces.entries.is_empty() { "; not in the result cache" } else { "" };
+            let absence = if traces.cached.is_empty() { "; not in the result cache" } else { "" };
             return (true, "named", format!("named with --keep{absence}"));
         }
         if id.container_id.starts_with('#') {
             return (true, "unknown", "only the hash of its container ID is known".to_owned());
         }
-        let what = match &evidence.list {
-            Some(list) if list.names(&id.container_id, &id.ifname) => {
+        let liveness = traces.cached.iter().map(|cached| cached.liveness());
+        // `false` is less than `true`: the first one that is in use decides.
+        let liveness = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_)));
+        let what = match (&evidence.list, liveness) {
+            (Some(list), _) if list.names(&id.container_id, &id.ifname) => {
                 return (true, "listed", "the list of valid attachments names it".to_owned());
             }
-            Some(_) => "the list of valid attachments does not name it",
-            None if !traces.entries.is_empty() => {
-                let liveness = traces.entries.iter().map(|entry| Liveness::of(entry, self.context.call.machine));
-                // `false` is less than `true`: the first one that is in use decides.
-                let first = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_)));
-                let liveness = first.unwrap_or_else(|| Liveness::Unknown("it has no cache entry".to_owned()));
+            (Some(_), _) => "the list of valid attachments does not name it",
+            (None, Some(liveness)) => {
                 return (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned());
             }
-            None if traces.link.is_some() => {
+            (None, None) if traces.link.is_some() => {
                 let link = traces.link.map(|(_, name)| name).unwrap_or_default();
                 return (true, "in use", format!("link {link} on the host has the alias of this attachment"));
             }
-            None if evidence.unreadable.iter().any(|line| line.contains(&id.container_id)) => {
+            (None, None) if evidence.unreadable.iter().any(|line| line.contains(&id.container_id)) => {
                 return (true, "unknown", "its file in a result cache cannot be read".to_owned());
             }
-            None if !self.command.gc.unknown => {
+            (None, None) if !self.command.gc.unknown => {
                 return (true, "unknown", "no result cache has it; --unknown removes it".to_owned());
             }
-            None => "no result cache has it",
+            (None, None) => "no result cache has it",
         };
         match traces.since {
             Some(since) if evidence.is_young(since) => (true, "young", format!("{what}, but it is too young")),
@@ -285,7 +282,10 @@ impl VerbRun<'_> {
             };
             // Another ADD may have created it again since the decision.
             let is_over = evidence.list.is_some()
-                || matches!(Liveness::of(&entry, self.context.call.machine), Liveness::ContainerGone(_));
+                || matches!(
+                    NetnsPresence::at(&entry.attachment.netns, self.context.call.machine),
+                    NetnsPresence::Gone(_)
+                );
             if !is_over || (evidence.list.is_some() && cache.written_at(id).is_none_or(|at| evidence.is_young(at))) {
                 outcomes.push(Ok(()));
                 continue;

@@ -15,7 +15,6 @@ use cni_linux::{Link, LinkKind, Netlink};
 use libcni::cache::{Entry, Listing};
 
 use super::objects::Owner;
-use super::result_of;
 use crate::call::Context;
 use crate::target::NetnsPresence;
 
@@ -31,19 +30,6 @@ pub(crate) enum Liveness {
 }
 
 impl Liveness {
-    /// Returns whether a cached attachment is in use, as far as its namespace shows.
-    pub(crate) fn of(entry: &Entry, machine: &dyn Machine) -> Liveness {
-        let netns = &entry.attachment.netns;
-        Liveness::InUse(match NetnsPresence::at(netns, machine) {
-            NetnsPresence::Gone(why) => {
-                return Liveness::ContainerGone(format!("its namespace {netns} is gone: {why}"));
-            }
-            NetnsPresence::Exists => format!("its namespace {netns} exists"),
-            NetnsPresence::OtherFile(why) => format!("whether its namespace {netns} exists is unknown: {why}"),
-            NetnsPresence::Unknown(why) => format!("whether its namespace exists is unknown: {why}"),
-        })
-    }
-
     /// Returns the word for tables and JSON.
     pub(crate) fn word(&self) -> &'static str {
         match self {
@@ -61,17 +47,46 @@ impl Liveness {
     }
 }
 
+/// An attachment in a result cache.
+pub(crate) struct CachedAttachment {
+    pub(crate) entry: Entry,
+    pub(crate) id: AttachmentId,
+    /// Whether its namespace exists.
+    pub(crate) presence: NetnsPresence,
+    /// Its result, or why it has none that can be decoded.
+    pub(crate) result: Result<AddResult, String>,
+}
+
+impl CachedAttachment {
+    /// Decodes an entry, and checks whether its namespace exists.
+    pub(crate) fn new(entry: Entry, machine: &dyn Machine) -> CachedAttachment {
+        let presence = NetnsPresence::at(&entry.attachment.netns, machine);
+        let absent = || Err("the result cache has no result of this attachment".to_owned());
+        let result = entry.decoded_result().transpose().unwrap_or_else(absent);
+        CachedAttachment { id: entry.id(), presence, result, entry }
+    }
+
+    /// Returns whether the attachment is in use, as far as its namespace shows.
+    pub(crate) fn liveness(&self) -> Liveness {
+        let netns = &self.entry.attachment.netns;
+        Liveness::InUse(match &self.presence {
+            NetnsPresence::Gone(why) => {
+                return Liveness::ContainerGone(format!("its namespace {netns} is gone: {why}"));
+            }
+            NetnsPresence::Exists => format!("its namespace {netns} exists"),
+            NetnsPresence::OtherFile(why) => format!("whether its namespace {netns} exists is unknown: {why}"),
+            NetnsPresence::Unknown(why) => format!("whether its namespace exists is unknown: {why}"),
+        })
+    }
+}
+
 /// The attachments that the result cache and the links on the host show.
 pub(crate) struct Attachments {
-    /// The entries of all result caches.
-    pub(crate) cached: Vec<Entry>,
-    /// The attachments of these entries, whether each is in use, and its position by its alias. If
-    /// several caches have an attachment, the position is that of an entry that is in use.
-    ids: Vec<AttachmentId>,
-    liveness: Vec<Liveness>,
+    /// Those of all result caches. Several caches may have an attachment.
+    pub(crate) cached: Vec<CachedAttachment>,
+    /// The position of each attachment by its alias. If several caches have an attachment, the
+    /// position is that of an entry that is in use.
     by_alias: HashMap<String, usize>,
-    /// The results in these entries that can be decoded.
-    results: Vec<Option<AddResult>>,
     /// A line for each file of a result cache without a usable entry.
     pub(crate) unreadable: Vec<String>,
     /// The links in the namespace of this process, which is the host's.
@@ -93,20 +108,17 @@ impl Attachments {
     /// # Errors
     /// Code 5 if the result cache cannot be read; the kernel's error if the links cannot be listed.
     pub(crate) fn read(context: &Context<'_>, network: Option<&str>) -> Result<Attachments, Error> {
-        let Listing { entries: cached, problems } = read_caches(context, network)?;
+        let Listing { entries, problems } = read_caches(context, network)?;
         problems.iter().for_each(|problem| context.notes.note(format_args!("ignored: {problem}")));
         let links = Netlink::open()?.list_links()?;
-        let ids: Vec<AttachmentId> = cached.iter().map(Entry::id).collect();
-        let liveness: Vec<Liveness> = cached.iter().map(|entry| Liveness::of(entry, context.call.machine)).collect();
+        let read = |entry| CachedAttachment::new(entry, context.call.machine);
+        let cached: Vec<CachedAttachment> = entries.into_iter().map(read).collect();
         // Those that are in use come last, and replace others.
-        let mut positions: Vec<usize> = (0..ids.len()).collect();
-        positions.sort_by_key(|position| matches!(liveness.get(*position), Some(Liveness::InUse(_))));
-        let alias = |position: usize| Some((ids.get(position)?.alias(), position));
-        let by_alias = positions.into_iter().filter_map(alias).collect();
+        let mut positions: Vec<(usize, &CachedAttachment)> = cached.iter().enumerate().collect();
+        positions.sort_by_key(|(_, one)| !matches!(one.presence, NetnsPresence::Gone(_)));
+        let by_alias = positions.into_iter().map(|(position, one)| (one.id.alias(), position)).collect();
         let (unreadable, aliased_links, attached_links) = (problems, Vec::new(), Vec::new());
-        let results = cached.iter().map(result_of).collect();
-        let mut found =
-            Attachments { cached, ids, liveness, by_alias, results, unreadable, links, aliased_links, attached_links };
+        let mut found = Attachments { cached, by_alias, unreadable, links, aliased_links, attached_links };
         let aliased = |link: &Link| Some((found.attachment_in_alias(link)?, link.clone()));
         found.aliased_links = found.links.iter().filter(|link| !link.is_ifb()).filter_map(aliased).collect();
         found.attached_links = [found.aliased_links.clone(), found.find_unaliased_links()].concat();
@@ -135,16 +147,14 @@ impl Attachments {
     /// Returns whether one reservation is in use.
     fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation) -> Liveness {
         let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
-        let position = |ifname: &String| self.position(&AttachmentId::new(network, id, ifname));
-        let of_container = self.ids.iter().zip(&self.liveness).filter(|(id, _)| owner.matches(id));
-        let known: Vec<&Liveness> = match ifname {
-            Some(ifname) => position(ifname).and_then(|at| self.liveness.get(at)).into_iter().collect(),
-            None => of_container.map(|(_, known)| known).collect(),
+        let known: Vec<&CachedAttachment> = match ifname {
+            Some(ifname) => self.find_cached(&AttachmentId::new(network, id, ifname)).into_iter().collect(),
+            None => self.cached.iter().filter(|cached| owner.matches(&cached.id)).collect(),
         };
-        let is_in_use = |liveness: &&&Liveness| matches!(liveness, Liveness::InUse(_));
-        let outcome = match known.iter().find(is_in_use).or(known.last()) {
-            Some(in_use @ Liveness::InUse(_)) => return (*in_use).clone(),
-            Some(other) => (*other).clone(),
+        let is_in_use = |cached: &&&CachedAttachment| !matches!(cached.presence, NetnsPresence::Gone(_));
+        let outcome = match known.iter().find(is_in_use).or(known.last()).map(|cached| cached.liveness()) {
+            Some(in_use @ Liveness::InUse(_)) => return in_use,
+            Some(other) => other,
             None => Liveness::Unknown("the result cache does not have its attachment".to_owned()),
         };
         // The host's end of a link disappears with the container's end, so its existence shows that
@@ -154,34 +164,16 @@ impl Attachments {
         link.map_or(outcome, |(_, link)| Liveness::InUse(in_use(link)))
     }
 
-    /// Returns the position of an attachment's cache entry.
-    fn position(&self, attachment: &AttachmentId) -> Option<usize> {
-        self.by_alias.get(&attachment.alias()).copied()
-    }
-
-    /// Whether the result cache has the attachment.
-    pub(crate) fn is_cached(&self, attachment: &AttachmentId) -> bool {
-        self.position(attachment).is_some()
-    }
-
-    /// Returns the cached attachments whose container does not exist any more, with the reason.
-    pub(super) fn gone(&self) -> impl Iterator<Item = (&AttachmentId, &str)> {
-        self.ids.iter().zip(&self.liveness).filter_map(|(id, liveness)| match liveness {
-            Liveness::ContainerGone(why) => Some((id, why.as_str())),
-            Liveness::InUse(_) | Liveness::Unknown(_) => None,
-        })
-    }
-
-    /// Returns the cache entry of an attachment.
-    pub(crate) fn find_entry(&self, attachment: &AttachmentId) -> Option<&Entry> {
-        self.cached.get(self.position(attachment)?)
+    /// Returns the cached attachment with this identifier.
+    pub(crate) fn find_cached(&self, id: &AttachmentId) -> Option<&CachedAttachment> {
+        self.cached.get(*self.by_alias.get(&id.alias())?)
     }
 
     /// Whether the result cache has the owner of an object, or a link of the host has its alias.
     pub(crate) fn has_owner(&self, owner: &Owner) -> bool {
         let aliased = self.aliased_links.iter().map(|(attachment, _)| attachment);
-        owner.attachment().is_some_and(|attachment| self.is_cached(&attachment))
-            || self.ids.iter().chain(aliased).any(|attachment| owner.matches(attachment))
+        owner.attachment().is_some_and(|attachment| self.find_cached(&attachment).is_some())
+            || self.cached.iter().map(|cached| &cached.id).chain(aliased).any(|attachment| owner.matches(attachment))
     }
 
     /// Returns the attachment that a link's alias names, or `None` if it names none. If the alias
@@ -190,7 +182,7 @@ impl Attachments {
     pub(super) fn attachment_in_alias(&self, link: &Link) -> Option<AttachmentId> {
         let alias = attachment_alias_in(link.alias.as_deref()?);
         if let Some(position) = self.by_alias.get(&alias) {
-            return self.ids.get(*position).cloned();
+            return self.cached.get(*position).map(|cached| cached.id.clone());
         }
         let parsed = AttachmentId::parse(&alias)?;
         // For `cni:NETWORK/#HASH/IFNAME`, `parse` returns no container ID.
@@ -201,35 +193,30 @@ impl Attachments {
     /// Returns the links of the cached attachments that have no aliased link.
     fn find_unaliased_links(&self) -> Vec<(AttachmentId, Link)> {
         let aliased: HashSet<&AttachmentId> = self.aliased_links.iter().map(|(attachment, _)| attachment).collect();
-        let unaliased = self.results.iter().zip(&self.ids).filter(|(_, attachment)| !aliased.contains(attachment));
-        let with_link = unaliased.filter_map(|(result, attachment)| {
-            let result = result.as_ref()?;
-            Some((attachment.clone(), self.links.iter().find(|link| is_veth_of_result(link, result))?.clone()))
+        let unaliased = self.cached.iter().filter(|cached| !aliased.contains(&cached.id));
+        let with_link = unaliased.filter_map(|CachedAttachment { id, result, .. }| {
+            let result = result.as_ref().ok()?;
+            Some((id.clone(), self.links.iter().find(|link| is_veth_of_result(link, result))?.clone()))
         });
         with_link.collect()
     }
 
-    /// Returns the cached attachments, each with its result if that can be decoded.
-    pub(crate) fn with_results(&self) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
-        self.cached.iter().zip(self.results.iter().map(Option::as_ref))
-    }
-
     /// Returns the cached attachments of the containers that have a link on the host for which
-    /// `condition` is true, each with its result.
-    pub(crate) fn entries_with_link(
+    /// `condition` is true.
+    pub(crate) fn cached_with_link(
         &self,
         condition: impl Fn(&Link) -> bool,
-    ) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
+    ) -> impl Iterator<Item = &CachedAttachment> {
         let links = self.attached_links.iter().filter(|(_, link)| condition(link));
         let containers: HashSet<(&str, &str)> = links.map(|(id, _)| (&*id.network, &*id.container_id)).collect();
-        let has_link = move |entry: &Entry| containers.contains(&(&*entry.network, &*entry.attachment.container_id));
-        self.with_results().filter(move |(entry, _)| has_link(entry))
+        self.cached
+            .iter()
+            .filter(move |CachedAttachment { id, .. }| containers.contains(&(&id.network, &id.container_id)))
     }
 
-    /// Returns the cached attachments of the containers that have a port on `bridge`, each with its
-    /// result.
-    pub(crate) fn entries_on_bridge(&self, bridge: &Link) -> impl Iterator<Item = (&Entry, Option<&AddResult>)> {
-        self.entries_with_link(|link| link.master == Some(bridge.index))
+    /// Returns the cached attachments of the containers that have a port on `bridge`.
+    pub(crate) fn cached_on_bridge(&self, bridge: &Link) -> impl Iterator<Item = &CachedAttachment> {
+        self.cached_with_link(|link| link.master == Some(bridge.index))
     }
 }
 

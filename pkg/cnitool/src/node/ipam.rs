@@ -1,6 +1,5 @@
 //! Finds the reservations of host-local and the daemons of dhcp.
 
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -8,12 +7,11 @@ use cni::rollback::Notes;
 use cni::{Error, ident};
 use cni_ipam::store::{self, DEFAULT_DATA_DIR, Usage};
 use cni_ipam::{Host, Listed, Locked, Options, RangeSets, Store};
-use libcni::cache::Entry;
 use libcni::{Members, NetworkList};
 use plugin_dhcp::leases;
 use plugin_host_local::Pool;
 
-use super::attachments::read_caches;
+use super::attachments::{CachedAttachment, read_caches};
 use super::{plugin_confs, reserving_confs};
 use crate::call::Context;
 use crate::report::did_you_mean;
@@ -32,8 +30,8 @@ pub(crate) struct IpamContext<'a> {
     pub(crate) context: &'a Context<'a>,
     /// The value of `--data-dir`.
     pub(crate) data_dir: Option<&'a Path>,
-    /// The entries of all result caches. `None` if they have not been read.
-    pub(crate) cached: Option<&'a [Entry]>,
+    /// Those of all result caches. `None` if they have not been read.
+    pub(crate) cached: Option<&'a [CachedAttachment]>,
 }
 
 /// The folder of a network's reservations, and the network's ranges.
@@ -150,11 +148,11 @@ impl IpamContext<'_> {
     fn find_configured_pool(&self, list: &NetworkList) -> Option<NetworkPool> {
         // If the runtime sets the ranges (`ipRanges`), they are only known from the capability
         // arguments of an attachment in the result cache.
-        let read = || read_caches(self.context, Some(list.name())).unwrap_or_default().entries;
-        let cached = self.cached.map_or_else(|| Cow::Owned(read()), Cow::Borrowed);
-        let cached = cached.iter().rfind(|entry| entry.network == list.name());
-        let capability_args = cached.map(|entry| &entry.attachment.capability_args);
-        let mut pool = NetworkPool::of(list, capability_args)?;
+        let last = match self.cached {
+            Some(cached) => cached.iter().rfind(|one| one.id.network == list.name()).map(|one| one.entry.clone()),
+            None => read_caches(self.context, Some(list.name())).unwrap_or_default().entries.pop(),
+        };
+        let mut pool = NetworkPool::of(list, last.as_ref().map(|entry| &entry.attachment.capability_args))?;
         pool.data_dir = self.data_dir.map_or(pool.data_dir, Path::to_owned);
         Some(pool)
     }

@@ -17,9 +17,9 @@ use cni::AttachmentId;
 use cni::json::Json;
 use cni_linux::{Link, LinkKind};
 use libcni::NetworkList;
-use libcni::cache::Entry;
 use serde::Serialize;
 
+use super::attachments::{CachedAttachment, Liveness};
 use super::objects::{Object, Owner, RESERVATION};
 use super::plugins_of_type;
 use super::snapshot::Snapshot;
@@ -75,10 +75,11 @@ impl Leftover {
 pub(crate) fn list(snapshot: &Snapshot) -> Vec<Leftover> {
     // Not `del_command`: if the network is not configured, `cnitool del` uses the configuration in
     // the cache entry.
-    let of_entry = |(id, why): (&AttachmentId, &str)| {
-        Leftover::new("attachment", "cache entry", Owner::from(id).names(), why, quoted_del_command(id))
+    let of_entry = |cached: &CachedAttachment| {
+        let (id, Liveness::ContainerGone(why)) = (&cached.id, cached.liveness()) else { return None };
+        Some(Leftover::new("attachment", "cache entry", Owner::from(id).names(), &why, quoted_del_command(id)))
     };
-    let mut leftovers: Vec<Leftover> = snapshot.attachments.gone().map(of_entry).collect();
+    let mut leftovers: Vec<Leftover> = snapshot.attachments.cached.iter().filter_map(of_entry).collect();
     add_links(snapshot, &mut leftovers);
     add_returned_devices(snapshot, &mut leftovers);
     let unknown = snapshot.objects.iter().filter(|object| !snapshot.attachments.has_owner(&object.owner));
@@ -149,17 +150,18 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let attachments = &snapshot.attachments;
     let aliased = attachments.aliased_links.iter().map(|(attachment, link)| (Some(attachment), link));
     let ifbs = snapshot.ifbs.iter().map(|(attachment, ifb)| (attachment.as_ref(), ifb));
-    let is_ifb_of =
-        |entry: &Entry, link: &Link| [entry.id().ifb_name(), entry.id().own_ifb_name()].contains(&link.name);
+    let is_ifb_of = |CachedAttachment { id, .. }: &CachedAttachment, link: &Link| {
+        [id.ifb_name(), id.own_ifb_name()].contains(&link.name)
+    };
     for (attachment, link) in aliased.chain(ifbs) {
         let delete_command = || format!("ip link delete dev {}", quoted(&link.name));
         leftovers.push(match attachment {
-            Some(attachment) if attachments.is_cached(attachment) => continue,
+            Some(attachment) if attachments.find_cached(attachment).is_some() => continue,
             Some(attachment) => {
                 let command = del_command(snapshot, attachment).unwrap_or_else(delete_command);
                 Leftover::new("link", &link.name, Owner::from(attachment).names(), NOT_CACHED, command)
             }
-            None if attachments.cached.iter().any(|entry| is_ifb_of(entry, link)) => continue,
+            None if attachments.cached.iter().any(|cached| is_ifb_of(cached, link)) => continue,
             None => {
                 let why = "the result cache has no container whose bandwidth it could limit";
                 Leftover::new("link", &link.name, [None; 3], why, delete_command())
@@ -172,7 +174,7 @@ fn add_links(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
 /// container's namespace was deleted.
 fn add_returned_devices(snapshot: &Snapshot, leftovers: &mut Vec<Leftover>) {
     let configured = snapshot.networks.iter().map(NetworkList::raw);
-    let recorded = snapshot.attachments.cached.iter().map(|entry| entry.config.as_slice());
+    let recorded = snapshot.attachments.cached.iter().map(|cached| cached.entry.config.as_slice());
     // Most attachments of a network have the same configuration.
     let configs: BTreeSet<&[u8]> = configured.chain(recorded).collect();
     let host_device_plugins: Vec<Json> =

@@ -10,9 +10,7 @@ pub(crate) mod snapshot;
 use cni::config::NetConf;
 use cni::delegate::keeps_reservations;
 use cni::json::Json;
-use cni::result::AddResult;
 use cni::{AttachmentId, Error};
-use libcni::cache::Entry;
 use libcni::{ConfFile, Members, NetworkList};
 
 use crate::call::Context;
@@ -100,11 +98,6 @@ pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
         Some(keys @ Json::Object(_)) => ["ipv4", "ipv6"].iter().any(|key| keys.get(key) != Some(&Json::Bool(false))),
         _ => false,
     }
-}
-
-/// Returns the result in a cache entry, or `None` if there is none or it cannot be decoded.
-pub(crate) fn result_of(entry: &Entry) -> Option<AddResult> {
-    entry.decoded_result().ok().flatten()
 }
 
 /// Returns the network, container ID and interface for people.
