@@ -43,12 +43,16 @@ impl ConfFolder {
         &self.0
     }
 
-    /// Reads all configuration files, the invalid ones too, and returns them sorted by file name.
+    /// Reads all configuration files, the invalid ones too, and returns them in the order in which
+    /// runtimes search them for a network: lists first, and both groups by file name.
     ///
     /// # Errors
     /// Code 5 if the folder exists and cannot be read.
     pub fn files(&self) -> Result<Vec<ConfFile>> {
-        Ok(list_files(&self.0, &[".conflist", ".conf", ".json"])?.into_iter().map(ConfFile::read).collect())
+        let mut paths = list_files(&self.0, &[".conflist", ".conf", ".json"])?;
+        // The sort is stable, so each group keeps the order of the names.
+        paths.sort_by_key(|path| !is_list(path));
+        Ok(paths.into_iter().map(ConfFile::read).collect())
     }
 
     /// Returns the network `name`: the first list with this name or, if there is none, the first
@@ -60,12 +64,10 @@ impl ConfFolder {
     /// - Code 7 with Go's texts if no file has the network. The details are the errors of the
     ///   invalid files.
     pub fn find(&self, name: &str, notes: &Notes) -> Result<NetworkList> {
-        let mut files = self.files()?;
+        let files = self.files()?;
         if files.is_empty() {
             return Err(Error::config(format!("no net configurations found in {}", self.0.display())));
         }
-        // Lists come first. The sort is stable, so each group keeps the order of the names.
-        files.sort_by_key(|file| !is_list(&file.path));
         let mut invalid: Vec<Error> = Vec::new();
         for file in files {
             match file.list {
@@ -196,7 +198,7 @@ mod tests {
         assert!(find("deep").is_err() && find("text").is_err());
         let names: Vec<_> =
             conf.files().unwrap().into_iter().map(|file| file.path.file_name().unwrap().to_owned()).collect();
-        assert_eq!(names, ["00.conf", "10.conflist", "20.conflist", "30.json"]);
+        assert_eq!(names, ["10.conflist", "20.conflist", "00.conf", "30.json"]);
     }
 
     #[test]

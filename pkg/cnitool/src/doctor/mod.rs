@@ -17,7 +17,7 @@ use crate::call::{Context, Exit, Streams};
 use crate::inspect::{AttachmentReport, RULE_KINDS};
 use crate::node::leftovers::{self, Leftover, quoted};
 use crate::node::snapshot::Snapshot;
-use crate::node::{bridges_of, by_precedence, is_true, name_of, plugins_in};
+use crate::node::{bridges_of, is_true, name_of, plugins_in};
 use crate::report::{Fact, Report};
 use crate::target::NetnsPresence;
 
@@ -274,13 +274,5 @@ impl Examined<'_> {
             bridges_of(list).iter().any(|name| used_bridges.iter().any(|bridge| bridge.name == *name))
         };
         self.snapshot.networks.iter().filter(has_used_bridge).any(|list| sets_a_key(list.raw()))
-    }
-
-    /// Returns the files of the networks' folder in the order in which runtimes search them.
-    ///
-    /// # Errors
-    /// Code 5 if the folder cannot be read.
-    fn conf_files(&self) -> Result<Vec<libcni::ConfFile>, Error> {
-        Ok(by_precedence(self.context.conf_folder().files()?))
     }
 }

@@ -26,7 +26,7 @@ use crate::node::snapshot::ListedPool;
 pub(super) fn networks(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("networks");
     let mut names: Vec<String> = Vec::new();
-    for file in node.conf_files()? {
+    for file in node.context.conf_folder().files()? {
         let path = quoted(&file.path.to_string_lossy());
         match file.list {
             Err(error) => outcome.add(format!("{path}:"), error.to_string(), format!("cnitool validate {path}")),
@@ -59,7 +59,7 @@ pub(super) fn folders(node: &Examined<'_>) -> CheckOutcome {
         }
     }
     // If the folder cannot be read, the check `networks` fails.
-    paths.extend(node.conf_files().unwrap_or_default().into_iter().map(|file| file.path));
+    paths.extend(node.context.conf_folder().files().unwrap_or_default().into_iter().map(|file| file.path));
     // The result cache, and the folder of the socket of dhcp's daemon.
     let cache_dir = node.context.cache_dir();
     paths.extend([cache_dir.to_owned(), cache_dir.join("results"), "/run/cni".into()]);

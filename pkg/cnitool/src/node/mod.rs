@@ -11,32 +11,24 @@ use cni::config::NetConf;
 use cni::delegate::keeps_reservations;
 use cni::json::Json;
 use cni::{AttachmentId, Error};
-use libcni::{ConfFile, Members, NetworkList};
+use libcni::{Members, NetworkList};
 
 use crate::call::Context;
 
 impl Context<'_> {
     /// Returns the valid configured networks, sorted by name. If several files define the same
-    /// network, the first one in the order of [`by_precedence`] is used, as in runtimes.
+    /// network, the first one is used, as in runtimes.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read.
     pub(crate) fn networks(&self) -> Result<Vec<NetworkList>, Error> {
-        let files = by_precedence(self.conf_folder().files()?);
-        let mut lists: Vec<NetworkList> = files.into_iter().filter_map(|file| file.list.ok()).collect();
+        let mut lists: Vec<NetworkList> =
+            self.conf_folder().files()?.into_iter().filter_map(|file| file.list.ok()).collect();
         // The sort is stable, so the first file of a network stays the first.
         lists.sort_by(|a, b| a.name().cmp(b.name()));
         lists.dedup_by(|later, first| later.name() == first.name());
         Ok(lists)
     }
-}
-
-/// Sorts files in the order in which runtimes search them for a network: files named `*.conflist`
-/// first. Both groups keep the order of `files`, which is by name.
-pub(crate) fn by_precedence(mut files: Vec<ConfFile>) -> Vec<ConfFile> {
-    // The sort is stable, and `false` comes before `true`.
-    files.sort_by_key(|file| file.path.extension().is_none_or(|extension| extension != "conflist"));
-    files
 }
 
 /// Returns the position, the type and the configuration of each plugin of a network, which contains

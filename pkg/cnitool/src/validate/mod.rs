@@ -22,7 +22,6 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::call::{Context, Exit, Streams};
-use crate::node;
 use crate::report::{Colour, Report, counted, did_you_mean};
 
 pub(crate) use rules::{LIST_KEYS, STANDARD_KEYS};
@@ -121,12 +120,11 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
     let mut is_listing = true;
     for path in &args.subjects {
         // The name of a network has no folder.
-        let of_network = configured.iter().flatten().filter(|file| has_name(file, path));
-        let of_network: Vec<PathBuf> = of_network.map(|file| file.path.clone()).collect();
-        if !of_network.is_empty() {
+        let mut of_network = configured.iter().flatten().filter(|file| has_name(file, path)).peekable();
+        if of_network.peek().is_some() {
             list(&mut files, of_network, host);
         } else if path.is_dir() {
-            list(&mut files, paths(ConfFolder::new(path).files()?), host);
+            list(&mut files, &ConfFolder::new(path).files()?, host);
         } else if path.components().count() > 1 || path.as_os_str() == "-" || path.exists() {
             is_listing = false;
             files.push(check_file(path, host)?);
@@ -138,7 +136,7 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
         }
     }
     if args.subjects.is_empty() {
-        list(&mut files, paths(configured?), host);
+        list(&mut files, &configured?, host);
     }
     let mut report = Report::new(streams);
     let none = format!("No network is configured in {}.", folder.path().display());
@@ -162,16 +160,15 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
     Ok(if relevant.all(is_accepted) { Exit::Done } else { Exit::Failed })
 }
 
-/// Returns the paths of files in the order in which runtimes search them.
-fn paths(files: Vec<ConfFile>) -> Vec<PathBuf> {
-    node::by_precedence(files).into_iter().map(|file| file.path).collect()
-}
-
 /// Checks files of a folder. A file that cannot be read has this problem.
-fn list(files: &mut Vec<CheckedFile>, paths: Vec<PathBuf>, host: Option<&Context<'_>>) {
-    for path in paths {
-        let mut checked = check_file(&path, host)
-            .unwrap_or_else(|error| CheckedFile::new(&path, None, vec![Problem::error("", error.to_string())]));
+fn list<'f>(
+    files: &mut Vec<CheckedFile>,
+    of_folder: impl IntoIterator<Item = &'f ConfFile>,
+    host: Option<&Context<'_>>,
+) {
+    for ConfFile { path, .. } in of_folder {
+        let mut checked = check_file(path, host)
+            .unwrap_or_else(|error| CheckedFile::new(path, None, vec![Problem::error("", error.to_string())]));
         let is_shadowed = files.iter().any(|earlier| earlier.used && earlier.network == checked.network);
         if checked.used && is_shadowed {
             checked.used = false;
@@ -275,6 +272,17 @@ fn check_file(path: &Path, host: Option<&Context<'_>>) -> Result<CheckedFile, Er
 mod tests {
     use crate::call::Exit;
     use crate::testing::Node;
+
+    #[test]
+    fn the_list_of_a_named_network_comes_before_its_single_plugin() {
+        let node = Node::new();
+        let single = node.folder.path().join("net.d/00-net.conf");
+        std::fs::write(single, r#"{"cniVersion":"1.1.0","name":"net","type":"b"}"#).unwrap();
+        let named = node.call("validate net --json").json();
+        assert_eq!(named, node.call("validate --json").json());
+        let used = [0, 1].map(|index| named["networks"][index]["used"].as_bool());
+        assert_eq!((used, &named["networks"][0]["plugins"][0]), ([Some(true), Some(false)], &"a".into()), "{named}");
+    }
 
     #[test]
     fn a_file_without_an_object_is_reported() {
