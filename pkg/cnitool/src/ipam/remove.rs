@@ -87,12 +87,9 @@ impl IpamContext<'_> {
         }
         if !args.dry_run {
             let chosen: Vec<Reservation> = removed.iter().map(|decision| decision.reservation.clone()).collect();
+            // A reservation that another program has changed despite the lock stays.
             let released = locked.release_chosen(&chosen)?;
-            for address in keep_unremoved(&mut removed, &mut kept, &released) {
-                self.context
-                    .notes
-                    .note(format_args!("{address} was not removed, because it has changed in the meantime"));
-            }
+            removed.retain(|decision| released.contains(&decision.reservation.address));
         }
         if format == Format::Json {
             write(&removed, &kept)?;
@@ -186,16 +183,6 @@ impl IpamContext<'_> {
     }
 }
 
-/// Moves the decisions about addresses that are not in `released` from `removed` to `kept`, because
-/// these reservations have changed in the meantime. Returns their addresses.
-fn keep_unremoved(removed: &mut Vec<Decision>, kept: &mut Vec<Decision>, released: &[IpAddr]) -> Vec<IpAddr> {
-    let reason = "it has changed in the meantime";
-    let changed = removed.extract_if(.., |decision| !released.contains(&decision.reservation.address));
-    let first = kept.len();
-    kept.extend(changed.map(|decision| Decision { reason: reason.to_owned(), ..decision }));
-    kept.iter().skip(first).map(|decision| decision.reservation.address).collect()
-}
-
 /// Decides whether a reservation is removed, and why.
 fn decide(args: &Collect, reservation: &Reservation, liveness: Liveness) -> (bool, String) {
     if args.keep.contains(&reservation.id) {
@@ -252,20 +239,5 @@ mod tests {
         assert!(!decided(&all, Liveness::Unknown(why()), 500).0);
         let kept = Collect { keep: vec!["c".into()], ..all };
         assert!(!decided(&kept, Liveness::ContainerGone(why()), 9999).0);
-    }
-
-    #[test]
-    fn what_was_to_go_and_was_not_removed_is_reported_as_kept() {
-        let one = |address: &str| {
-            let (address, ifname) = (address.parse().unwrap(), Some("eth0".to_owned()));
-            let reservation = Reservation { address, id: "c".to_owned(), ifname, since: None };
-            Decision { reservation, reason: "because".to_owned() }
-        };
-        let (mut removed, mut kept) = (vec![one("10.0.0.2"), one("10.0.0.3")], vec![one("10.0.0.4")]);
-        let released = [removed[0].reservation.address];
-        assert_eq!(keep_unremoved(&mut removed, &mut kept, &released), [one("10.0.0.3").reservation.address]);
-        let reasons = |list: &[Decision]| list.iter().map(|one| one.reason.clone()).collect::<Vec<_>>();
-        assert_eq!(reasons(&removed), ["because"]);
-        assert_eq!(reasons(&kept), ["because", "it has changed in the meantime"]);
     }
 }
