@@ -117,8 +117,9 @@ fn add_addresses(text: &mut Exposition, snapshot: &Snapshot, notes: &Notes) -> R
     for ListedPool { pool, reservations, .. } in &snapshot.pools {
         let sets = pool.ranges.iter().flat_map(RangeSets::sets);
         for (Usage { set: name, total, used }, set) in pool.usage(notes)?.into_iter().zip(sets) {
-            let over = reservations.iter().filter(|(_, liveness)| matches!(liveness, Liveness::ContainerGone(_)));
-            let reclaimable = over.filter(|(reservation, _)| set.find(reservation.address).is_some()).count();
+            let liveness = |reservation| snapshot.attachments.liveness_of(&pool.network, reservation);
+            let in_set = reservations.iter().filter(|reservation| set.find(reservation.address).is_some());
+            let reclaimable = in_set.filter(|one| matches!(liveness(one), Liveness::ContainerGone(_))).count();
             let figures = [total as f64, used as f64, total.saturating_sub(used) as f64, reclaimable as f64];
             rows.push((pool.network.as_str(), name, figures));
         }

@@ -153,7 +153,7 @@ pub(super) fn addresses(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
             let data_dir = quoted(&pool.data_dir.to_string_lossy());
             outcome.add(&object, shortage.to_string(), format!("df -h {data_dir}; df -i {data_dir}"));
         }
-        let reserved: Vec<IpAddr> = reservations.iter().map(|(reservation, _)| reservation.address).collect();
+        let reserved: Vec<IpAddr> = reservations.iter().map(|reservation| reservation.address).collect();
         for note in Ledger::read(pool.store(&node.context.notes).sidecar()).lost_notes(&reserved) {
             outcome.add(&object, note, advice("delete the containers and create them again"));
         }

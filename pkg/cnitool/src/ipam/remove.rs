@@ -76,7 +76,8 @@ impl IpamContext<'_> {
         let Listed { reservations, unread, .. } = locked.list()?;
         let read_outcome = Error::join(unread.into_iter().map(|(_, error)| error));
         let attachments = Attachments::read(self.context, Some(&pool.network))?;
-        for (reservation, liveness) in attachments.check_reservations(&pool.network, reservations) {
+        for reservation in reservations {
+            let liveness = attachments.liveness_of(&pool.network, &reservation);
             let (is_removed, reason) = decide(args, &reservation, liveness);
             if is_removed { &mut removed } else { &mut kept }.push(Decision { reservation, reason });
         }
@@ -129,8 +130,8 @@ impl IpamContext<'_> {
             return Err(not_found_error());
         }
         let attachments = Attachments::read(self.context, Some(&pool.network))?;
-        for (reservation, liveness) in attachments.check_reservations(&pool.network, selected.clone()) {
-            if let Liveness::InUse(why) = liveness
+        for reservation in &selected {
+            if let Liveness::InUse(why) = attachments.liveness_of(&pool.network, reservation)
                 && !args.force
             {
                 let msg = format!("{reservation} and is in use: {why}");

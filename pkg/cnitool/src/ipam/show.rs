@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::age_in_seconds;
 use crate::call::Streams;
-use crate::node::attachments::{Attachments, Liveness};
+use crate::node::attachments::Attachments;
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, sockets, used_percent};
 use crate::report::{Colour, Report};
 
@@ -106,8 +106,8 @@ impl IpamContext<'_> {
             pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges))
         };
         let attachments = Attachments::read(self.context, Some(&pool.network))?;
-        let checked = attachments.check_reservations(&pool.network, reservations);
-        let row = |(reservation, liveness): (Reservation, Liveness)| {
+        let row = |reservation: &Reservation| {
+            let liveness = attachments.liveness_of(&pool.network, reservation);
             json!({
                 "address": reservation.address, "containerID": reservation.id, "ifname": reservation.ifname,
                 "ageSeconds": age_in_seconds(reservation.since), "state": liveness.word(), "reason": liveness.why(),
@@ -122,7 +122,7 @@ impl IpamContext<'_> {
         let mut report = Report::new(streams);
         let columns = "address containerID ifname ageSeconds state reason outsideOfRanges";
         let none = format!("No container has a reservation in {folder}.");
-        let rows: Vec<Value> = checked.into_iter().map(row).collect();
+        let rows: Vec<Value> = reservations.iter().map(row).collect();
         report.table(columns, &rows, colour, &none);
         for (address, what) in &unusual {
             report.painted(Colour::Yellow, &format!("{address}: {what}"));

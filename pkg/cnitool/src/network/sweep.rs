@@ -22,7 +22,7 @@ use super::valid_list::ValidList;
 use crate::call::{Streams, uptime};
 use crate::node::attachments::{CachedAttachment, Liveness};
 use crate::node::ipam::NetworkPool;
-use crate::node::objects::Owner;
+use crate::node::objects::{Object, RESERVATION};
 use crate::node::snapshot::Snapshot;
 use crate::report::{REFUSED, did_you_mean};
 use crate::target::NetnsPresence;
@@ -169,29 +169,23 @@ impl VerbRun<'_> {
         for (id, link) in &snapshot.attachments.aliased_links {
             add(id, &mut |traces| traces.link = traces.link.max(Some((existed_at(link), link.name.as_str()))));
         }
-        for listed in &snapshot.pools {
-            for reservation in listed.reservations.iter().map(|(reservation, _)| reservation) {
-                let owner = Owner::Names([Some(listed.pool.network.clone()), Some(reservation.id.clone()), None]);
-                if reservation.ifname.is_none() && snapshot.attachments.has_owner(&owner) {
-                    continue;
-                }
-                // Very old reservations name no interface.
-                let ifname = reservation.ifname.as_deref().unwrap_or("eth0");
-                // Their times are in whole seconds.
-                let since = reservation.since.and_then(|since| since.checked_add(Duration::from_secs(1)));
-                add(&AttachmentId::new(&listed.pool.network, &reservation.id, ifname), &mut |traces| {
+        for Object { kind, owner, since, .. } in &snapshot.objects {
+            // An object that does not name the interface may belong to any attachment of its
+            // container, so it says nothing if one is known. Of the others, only a reservation of a
+            // known attachment says something: its age.
+            let names_interface = owner.names()[2].is_some();
+            if (*kind != RESERVATION || !names_interface) && snapshot.attachments.has_owner(owner) {
+                continue;
+            }
+            // The times of reservations are in whole seconds.
+            let since = since.and_then(|since| since.checked_add(Duration::from_secs(1)));
+            owner.attachment().iter().for_each(|id| {
+                add(id, &mut |traces| {
                     if traces.cached.is_empty() {
                         traces.since = traces.since.max(since);
                     }
                 });
-            }
-        }
-        for owner in snapshot.objects.iter().map(|object| &object.owner) {
-            // An object that does not name the interface may belong to any attachment of its
-            // container, so it says nothing if one is known.
-            if !snapshot.attachments.has_owner(owner) {
-                owner.attachment().iter().for_each(|id| add(id, &mut |_| {}));
-            }
+            });
         }
         Ok(networks)
     }

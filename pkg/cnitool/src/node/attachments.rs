@@ -125,27 +125,14 @@ impl Attachments {
         Ok(found)
     }
 
-    /// Finds out whether each reservation of `network` is in use:
+    /// Returns whether a reservation of `network` is in use:
     /// - [`Liveness::InUse`] if the namespace in the result cache exists or may exist, or a link on
     ///   the host has the attachment's alias
     /// - otherwise [`Liveness::ContainerGone`] if the result cache has the attachment
     /// - otherwise [`Liveness::Unknown`]
     ///
     /// A reservation without an interface is compared with all interfaces of its container.
-    pub(crate) fn check_reservations(
-        &self,
-        network: &str,
-        reservations: Vec<Reservation>,
-    ) -> Vec<(Reservation, Liveness)> {
-        let checked = reservations.into_iter().map(|reservation| {
-            let liveness = self.judge(network, &reservation);
-            (reservation, liveness)
-        });
-        checked.collect()
-    }
-
-    /// Returns whether one reservation is in use.
-    fn judge(&self, network: &str, Reservation { id, ifname, .. }: &Reservation) -> Liveness {
+    pub(crate) fn liveness_of(&self, network: &str, Reservation { id, ifname, .. }: &Reservation) -> Liveness {
         let owner = Owner::Names([Some(network.to_owned()), Some(id.clone()), ifname.clone()]);
         let known: Vec<&CachedAttachment> = match ifname {
             Some(ifname) => self.find_cached(&AttachmentId::new(network, id, ifname)).into_iter().collect(),

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use cni::config::NetConf;
 use cni::rollback::Notes;
@@ -35,6 +36,8 @@ pub(crate) struct Object {
     pub(crate) fact: Fact,
     /// The command that removes it, if it can be removed alone.
     pub(crate) removal: Option<String>,
+    /// When it was written, if it is a reservation.
+    pub(crate) since: Option<SystemTime>,
 }
 
 /// The attachment that an object belongs to, as far as the object names it.
@@ -113,7 +116,7 @@ pub(super) fn read(
     let rules = list_container_rules(context.call.machine, &context.notes)?;
     let mut objects: Vec<Object> = rules.into_iter().map(of_rule).collect();
     for ListedPool { pool, reservations, .. } in pools {
-        objects.extend(reservations.iter().map(|(reservation, _)| of_reservation(pool, reservation)));
+        objects.extend(reservations.iter().map(|reservation| of_reservation(pool, reservation)));
     }
     objects.extend(leases.iter().map(|(socket, lease)| of_lease(socket, lease)));
     add_backups(networks, &mut objects, &context.notes)?;
@@ -131,11 +134,19 @@ fn of_rule(ContainerRule { purpose, place, owner, text, removal }: ContainerRule
         Purpose::Egress => "egress",
     };
     let fact = Fact::fine(kind, [("rule", json!(text)), ("place", json!(place))]);
-    Object { kind: "rule", name: format!("{purpose}: {text}"), place, owner: Owner::Rule(owner), fact, removal }
+    Object {
+        kind: "rule",
+        name: format!("{purpose}: {text}"),
+        place,
+        owner: Owner::Rule(owner),
+        fact,
+        removal,
+        since: None,
+    }
 }
 
 /// Returns a reservation of host-local.
-fn of_reservation(pool: &NetworkPool, Reservation { address, id, ifname, .. }: &Reservation) -> Object {
+fn of_reservation(pool: &NetworkPool, Reservation { address, id, ifname, since }: &Reservation) -> Object {
     let folder = pool.folder().display().to_string();
     // Without `--data-dir`, cnitool prefers the folder that the network's configuration names.
     let (network, data_dir) = (quoted(&pool.network), quoted(&pool.data_dir.to_string_lossy()));
@@ -146,6 +157,7 @@ fn of_reservation(pool: &NetworkPool, Reservation { address, id, ifname, .. }: &
         fact: Fact::fine(RESERVATION, [("address", json!(address)), ("folder", json!(folder))]),
         place: folder,
         removal: Some(format!("cnitool ipam release {network} {address} --data-dir {data_dir}")),
+        since: *since,
     }
 }
 
@@ -172,6 +184,7 @@ fn of_lease(
         owner: Owner::from(&AttachmentId::new(network, container_id, ifname)),
         fact: Fact { problem: error.clone(), ..Fact::fine("lease", fields) },
         removal: Some(format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={name} dhcp")),
+        since: None,
     }
 }
 
@@ -189,7 +202,8 @@ fn add_backups(networks: &[NetworkList], objects: &mut Vec<Object>, notes: &Note
         };
         let fact = Fact::fine("saved", [("settings", json!(settings)), ("file", json!(path.to_string_lossy()))]);
         let (name, place) = (settings.join(", "), path.display().to_string());
-        objects.push(Object { kind: "backup", name, place, owner, fact, removal: Some(rm_command(&path)) });
+        let removal = Some(rm_command(&path));
+        objects.push(Object { kind: "backup", name, place, owner, fact, removal, since: None });
     }
     Ok(())
 }
@@ -207,7 +221,8 @@ fn add_records(networks: &[NetworkList], objects: &mut Vec<Object>) -> Result<()
             [None, ..] => fact.problem = Some(name.clone()),
             _ => fact.fields.push(("content", json!(name))),
         }
-        objects.push(Object { kind: "record", name, place: path.display().to_string(), owner, fact, removal });
+        let place = path.display().to_string();
+        objects.push(Object { kind: "record", name, place, owner, fact, removal, since: None });
     };
     for plugin in ["bond", "host-device", "route-override"] {
         for (path, attachment) in cni_plugin::record::list(&Path::new("/run/cni").join(plugin))? {

@@ -9,7 +9,7 @@ use cni_linux::Link;
 use libcni::NetworkList;
 use plugin_dhcp::leases::{self, Lease};
 
-use super::attachments::{Attachments, Liveness};
+use super::attachments::Attachments;
 use super::bridges_of;
 use super::ipam::{IpamContext, NetworkPool, sockets};
 use super::objects::{self, Object};
@@ -18,7 +18,7 @@ use crate::call::Context;
 /// A pool of host-local, and what is in its folder.
 pub(crate) struct ListedPool {
     pub(crate) pool: NetworkPool,
-    pub(crate) reservations: Vec<(Reservation, Liveness)>,
+    pub(crate) reservations: Vec<Reservation>,
     /// The files that are named like a reservation, but are not regular files or are too long, each
     /// with a description.
     pub(crate) unusual: Vec<(IpAddr, String)>,
@@ -61,7 +61,6 @@ impl Snapshot {
         let mut pools = Vec::new();
         for pool in ipam.list_pools()? {
             let Listed { reservations, unusual, .. } = ipam.list_reservations(&pool)?;
-            let reservations = attachments.check_reservations(&pool.network, reservations);
             pools.push(ListedPool { pool, reservations, unusual });
         }
         let mut leases = Vec::new();
