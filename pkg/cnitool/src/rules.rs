@@ -18,7 +18,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::call::{Call, Context, Exit, Format, Streams};
-use crate::node::attachments::find_host_end;
+use crate::node::attachments::{find_host_end, read_caches};
 use crate::node::{name_of, plugins_of_type};
 use crate::report::{Colour, Report, counted, words};
 use crate::target::NetnsPresence;
@@ -122,18 +122,16 @@ impl Outcome {
     }
 }
 
-/// Runs `cnitool rules restore`: restores the rules of each attachment in the result cache, or of
+/// Runs `cnitool rules restore`: restores the rules of each attachment in the result caches, or of
 /// each attachment to the network in the arguments, and prints the outcomes. Returns
 /// [`Exit::Failed`] if an attachment or a plugin failed, if an attachment may be in use and was not
-/// examined, if a file of the cache cannot be read, or if rules are missing in a dry run.
+/// examined, if a file of a cache cannot be read, or if rules are missing in a dry run.
 ///
 /// # Errors
-/// Code 5 if the result cache cannot be read or stdout cannot be written.
+/// Code 5 if a result cache cannot be read or stdout cannot be written.
 pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
     let Verb::Restore(args) = &args.verb;
-    let cache = context.cache();
-    let network = args.network.as_deref();
-    let Listing { entries, problems } = network.map_or_else(|| cache.list_all(), |network| cache.list(network))?;
+    let Listing { entries, problems } = read_caches(context, args.network.as_deref())?;
     let restore = |entry: &Entry| {
         let restored = restore_attachment(entry, args, context);
         let (outcome, why, plugins) = match restored.unwrap_or_else(|error| Err((Outcome::Failed, error.to_string()))) {
@@ -182,7 +180,7 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
 /// # Errors
 /// - As [`why_unused`].
 /// - The configuration or the result in `entry` is invalid.
-/// - The result cache cannot be read after rules were written.
+/// - A result cache cannot be read after rules were written.
 fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context: &Context<'_>) -> Result<Examination> {
     let (call, notes) = (context.call, &context.notes);
     if let Some(why) = why_unused(entry, call)? {
@@ -207,8 +205,11 @@ fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context:
         outcomes.push(PluginOutcome { r#type: kind, outcome, why });
     }
     // If DEL ran during the call, it may have ended before the rules were written.
-    let is_detached =
-        || -> Result<bool> { Ok(context.cache().find(&entry.id())?.is_none() || why_unused(entry, call)?.is_some()) };
+    let is_detached = || -> Result<bool> {
+        let caches = context.caches();
+        let mut found = caches.iter().filter_map(|cache| cache.find(&entry.id()).transpose());
+        Ok(found.next().transpose()?.is_none() || why_unused(entry, call)?.is_some())
+    };
     let detached = if rollback.is_empty() { Ok(false) } else { is_detached() };
     if let Ok(true) = detached {
         drop(rollback);

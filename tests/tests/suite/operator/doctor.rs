@@ -83,6 +83,19 @@ fn rules_that_a_container_has_lost_are_found_and_repaired() {
 }
 
 #[test]
+fn lost_rules_of_an_attachment_of_multus_are_repaired() {
+    require!(probe::plugin("cnitool").and_then(|()| probe::nft()));
+    let operator = Operator::new();
+    operator.configure(json!({"ipMasq": true, "ipMasqBackend": "nftables"}), &[]);
+    let pod = operator.node.container();
+    let of_pod = [path(&pod), "--container-id", &pod.id, "-i", "net1", "--cache-dir", "/var/lib/cni/multus"];
+    operator.done(&[&["add", "net1"], &of_pod[..]].concat());
+    operator.node.exec(&["nft", "flush", "ruleset"]);
+    found_and_repaired(&operator, "attachments", &["masquerade", pod.id.as_str()]);
+    operator.done(&[&["del", "net1"], &of_pod[..]].concat());
+}
+
+#[test]
 fn forwarding_that_is_off_is_found_where_it_is_needed() {
     require!(probe::plugin("cnitool"));
     let operator = Operator::new();
