@@ -67,12 +67,14 @@ pub(crate) fn bridges_of(list: &NetworkList) -> Vec<String> {
     confs_of_type(list, "bridge").map(name).collect()
 }
 
-/// Returns the JSON objects of all plugins in a configuration. Returns none if the configuration is
-/// invalid or has no list of plugins.
+/// Returns the JSON objects of all plugins in a configuration: those of a list or, because Go's
+/// libcni stores it so in the result cache, a single plugin. Returns none if the configuration is
+/// invalid.
 pub(crate) fn plugins_in(config: &[u8]) -> Vec<Json> {
-    match Json::parse(config).ok().as_ref().and_then(|config| config.get("plugins")) {
+    let Ok(config) = Json::parse(config) else { return Vec::new() };
+    match config.get("plugins") {
         Some(Json::Array(plugins)) => plugins.clone(),
-        _ => Vec::new(),
+        _ => vec![config],
     }
 }
 
@@ -95,4 +97,21 @@ pub(crate) fn is_true(plugin: &Json, key: &str) -> bool {
 /// Returns the network, container ID and interface for people.
 pub(crate) fn name_of(AttachmentId { network, container_id, ifname }: &AttachmentId) -> String {
     format!("{network} {container_id} {ifname}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_plugins_of_a_list_and_a_single_plugin_are_found() {
+        let kinds = |config: &str| -> Vec<String> {
+            let kind = |plugin: &Json| plugin.get("type").and_then(Json::as_str).unwrap_or_default().to_owned();
+            plugins_in(config.as_bytes()).iter().map(kind).collect()
+        };
+        assert_eq!(kinds(r#"{"name":"n","plugins":[{"type":"bridge"},{"type":"portmap"}]}"#), ["bridge", "portmap"]);
+        assert_eq!(kinds(r#"{"name":"n","type":"bridge","ipMasq":true}"#), ["bridge"]);
+        assert_eq!(kinds("{"), [""; 0]);
+        assert_eq!(plugins_of_type(br#"{"name":"n","type":"bridge"}"#, "bridge").len(), 1);
+    }
 }
