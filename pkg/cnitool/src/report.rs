@@ -246,9 +246,10 @@ fn paint(style: ColorMode, colour: Option<Colour>, text: &str) -> String {
 
 /// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
 /// distance from `name` is greater than 1 plus a quarter of the length of `name`.
-pub(crate) fn did_you_mean(name: &str, known: &[&str]) -> String {
+pub(crate) fn did_you_mean<'k>(name: &str, known: impl IntoIterator<Item = &'k str>) -> String {
     let lower = name.to_ascii_lowercase();
-    let closest = known.iter().map(|other| (strsim::osa_distance(&lower, &other.to_ascii_lowercase()), *other)).min();
+    let distance = |other: &'k str| (strsim::osa_distance(&lower, &other.to_ascii_lowercase()), other);
+    let closest = known.into_iter().map(distance).min();
     let similar = closest.filter(|(distance, _)| *distance <= 1 + name.len() / 4);
     similar.map(|(_, other)| format!("; did you mean {other:?}?")).unwrap_or_default()
 }

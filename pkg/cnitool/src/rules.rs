@@ -87,8 +87,12 @@ struct PluginOutcome {
     why: Vec<String>,
 }
 
-/// The outcomes of an attachment's plugins, or why it was not examined.
-type Examination = std::result::Result<Vec<PluginOutcome>, (Outcome, String)>;
+impl AttachmentOutcome {
+    /// Returns the outcome for an attachment that was not examined, for this reason.
+    fn unexamined(entry: &Entry, (outcome, why): (Outcome, String)) -> AttachmentOutcome {
+        AttachmentOutcome { id: entry.id(), outcome, why: Some(why), plugins: Vec::new() }
+    }
+}
 
 /// What happened to rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -133,16 +137,8 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
     let Verb::Restore(args) = &args.verb;
     let Listing { entries, problems } = read_caches(context, args.network.as_deref())?;
     let restore = |entry: &Entry| {
-        let restored = restore_attachment(entry, args, context);
-        let (outcome, why, plugins) = match restored.unwrap_or_else(|error| Err((Outcome::Failed, error.to_string()))) {
-            Ok(plugins) => {
-                let has = |outcome: &Outcome| plugins.iter().any(|plugin| plugin.outcome == *outcome);
-                let worst = [Outcome::Failed, Outcome::Missing, Outcome::Restored].into_iter().find(has);
-                (worst.unwrap_or(Outcome::Complete), None, plugins)
-            }
-            Err((outcome, why)) => (outcome, Some(why), Vec::new()),
-        };
-        AttachmentOutcome { id: entry.id(), outcome, why, plugins }
+        restore_attachment(entry, args, context)
+            .unwrap_or_else(|error| AttachmentOutcome::unexamined(entry, (Outcome::Failed, error.to_string())))
     };
     let attachments: Vec<AttachmentOutcome> = entries.iter().map(restore).collect();
     let mut report = Report::new(streams);
@@ -173,23 +169,26 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
     Ok(if is_incomplete { Exit::Failed } else { Exit::Done })
 }
 
-/// Restores the rules of one attachment or, in a dry run, only compares them. Returns the outcome
-/// of each plugin, or why the attachment was not examined. Written rules stay, even on an error,
-/// unless the attachment was detached during the call.
+/// Restores the rules of one attachment or, in a dry run, only compares them. Written rules stay,
+/// even on an error, unless the attachment was detached during the call.
 ///
 /// # Errors
 /// - As [`why_unused`].
 /// - The configuration or the result in `entry` is invalid.
 /// - A result cache cannot be read after rules were written.
-fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context: &Context<'_>) -> Result<Examination> {
+fn restore_attachment(
+    entry: &Entry,
+    Restore { dry_run, .. }: &Restore,
+    context: &Context<'_>,
+) -> Result<AttachmentOutcome> {
     let (call, notes) = (context.call, &context.notes);
     if let Some(why) = why_unused(entry, call)? {
-        return Ok(Err(why));
+        return Ok(AttachmentOutcome::unexamined(entry, why));
     }
     let list = entry.list()?;
     let environment = environment(entry);
     let plugin_calls = plugin_calls(entry, &list, &environment, call, notes)?;
-    let (mut outcomes, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
+    let (mut plugins, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
         let kind = plugin.kind().to_owned();
         let mode = if *dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
@@ -202,7 +201,7 @@ fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context:
             Some(Ok(Some(missing))) => (Outcome::Restored, missing),
             Some(Err(error)) => (Outcome::Failed, vec![error.to_string()]),
         };
-        outcomes.push(PluginOutcome { r#type: kind, outcome, why });
+        plugins.push(PluginOutcome { r#type: kind, outcome, why });
     }
     // If DEL ran during the call, it may have ended before the rules were written.
     let is_detached = || -> Result<bool> {
@@ -214,12 +213,14 @@ fn restore_attachment(entry: &Entry, Restore { dry_run, .. }: &Restore, context:
     if let Ok(true) = detached {
         drop(rollback);
         let why = "it was detached during the call; its rules have been removed again".to_owned();
-        return Ok(Err((Outcome::Skipped, why)));
+        return Ok(AttachmentOutcome::unexamined(entry, (Outcome::Skipped, why)));
     }
     // The rules of an attachment that may be in use stay.
     rollback.commit();
     detached?;
-    Ok(Ok(outcomes))
+    let has = |outcome: &Outcome| plugins.iter().any(|plugin: &PluginOutcome| plugin.outcome == *outcome);
+    let worst = [Outcome::Failed, Outcome::Missing, Outcome::Restored].into_iter().find(has);
+    Ok(AttachmentOutcome { id: entry.id(), outcome: worst.unwrap_or(Outcome::Complete), why: None, plugins })
 }
 
 /// Returns a sentence for each rule of the plugins of the type `kind` that the attachment lacks, as

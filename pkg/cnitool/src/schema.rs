@@ -47,9 +47,8 @@ pub(crate) fn run(args: &Schema, streams: &mut Streams<'_>) -> Result<Exit, Erro
     let mut schema = match &args.plugin {
         None => of_list(),
         Some(name) => {
-            let names: Vec<&str> = PLUGINS.iter().map(|plugin| plugin.name()).collect();
-            let unknown =
-                || Error::config(format!("{name} is not a plugin of this project{}", did_you_mean(name, &names)));
+            let hint = || did_you_mean(name, PLUGINS.iter().map(|plugin| plugin.name()));
+            let unknown = || Error::config(format!("{name} is not a plugin of this project{}", hint()));
             of_plugin(find(name).ok_or_else(unknown)?)
         }
     };

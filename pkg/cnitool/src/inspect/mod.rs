@@ -65,7 +65,7 @@ fn inspect(args: &Inspect, context: &Context<'_>, streams: &mut Streams<'_>) -> 
             Some(_) => cached.iter().map(|one| one.id.container_id.as_str()).collect(),
             None => snapshot.networks.iter().map(NetworkList::name).collect(),
         };
-        let hint = did_you_mean(args.container.as_ref().unwrap_or(network), &known);
+        let hint = did_you_mean(args.container.as_ref().unwrap_or(network), known);
         let of_container = args.container.as_ref().map(|id| format!(" of container {id}")).unwrap_or_default();
         let msg = format!("nothing{of_container} is attached to network {network:?}, and nothing is left over{hint}");
         return Err(Error::new(Code::UNKNOWN_CONTAINER, msg));

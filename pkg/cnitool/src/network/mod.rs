@@ -152,7 +152,7 @@ impl VerbRun<'_> {
         let name = &self.command.network;
         self.context.conf_folder().find(name, &self.runtime.notes).map_err(|error| {
             let lists = self.context.networks().unwrap_or_default();
-            let hint = did_you_mean(name, &lists.iter().map(NetworkList::name).collect::<Vec<_>>());
+            let hint = did_you_mean(name, lists.iter().map(NetworkList::name));
             let details = format!("'cnitool validate' lists the configured networks{hint}");
             if error.details().is_empty() { error.with_details(details) } else { error }
         })

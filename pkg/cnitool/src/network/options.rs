@@ -153,20 +153,13 @@ pub(super) struct Interface {
 }
 
 /// The arguments of `gc`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub(crate) struct Collect {
     /// The network's name [all configured and cached networks]
     network: Option<String>,
     /// Ignored; Go's cnitool requires it for every verb
     #[arg(hide = true)]
     netns: Option<OsString>,
-    #[command(flatten)]
-    options: GcOptions,
-}
-
-/// The options of `gc`.
-#[derive(Debug, Default, Args)]
-pub(super) struct GcOptions {
     /// Keep this attachment; can be repeated
     #[arg(long, value_name = "ID/IFNAME", value_parser = parse_attachment)]
     pub(super) keep: Vec<(String, String)>,
@@ -214,7 +207,7 @@ pub(crate) struct Command {
     pub(super) interface: Interface,
     /// del: whether the other plugins are called after an error.
     pub(super) keep_going: bool,
-    pub(super) gc: GcOptions,
+    pub(super) gc: Collect,
 }
 
 impl Command {
@@ -236,12 +229,13 @@ impl Command {
                 Command { netns, interface, keep_going, ..Command::of_network(skel::Verb::Del, Some(network)) }
             }
             Verb::Status(args) => return Ok(Command::of_network(skel::Verb::Status, args.network)),
-            Verb::Gc(Collect { network, netns: _, options }) => {
-                if options.every.is_some() && options.valid_from.iter().any(|place| place == "-") {
+            Verb::Gc(gc) => {
+                if gc.every.is_some() && gc.valid_from.iter().any(|place| place == "-") {
                     let msg = "stdin can be read only once: --valid-from - and --every exclude each other".to_owned();
                     return Err(Failure::Usage { verb: "gc".to_owned(), msg });
                 }
-                return Ok(Command { gc: options, ..Command::of_network(skel::Verb::Gc, network) });
+                let network = gc.network.clone();
+                return Ok(Command { gc, ..Command::of_network(skel::Verb::Gc, network) });
             }
         };
         command.netns = command.netns.filter(|path| !path.is_empty());
@@ -256,7 +250,7 @@ impl Command {
 
     /// Returns a command with default options.
     pub(crate) fn of_network(verb: skel::Verb, network: Option<String>) -> Command {
-        let (network, interface, gc) = (network.unwrap_or_default(), Interface::default(), GcOptions::default());
+        let (network, interface, gc) = (network.unwrap_or_default(), Interface::default(), Collect::default());
         Command { verb, network, netns: None, interface, keep_going: false, gc }
     }
 
@@ -268,7 +262,7 @@ impl Command {
     /// Whether a gc finds attachments in all places and removes each by its own DEL, instead of
     /// running the plugins' GC of one network.
     pub(super) fn sweeps(&self) -> bool {
-        let GcOptions { valid_from, min_age, unknown, plugins, .. } = &self.gc;
+        let Collect { valid_from, min_age, unknown, plugins, .. } = &self.gc;
         self.network.is_empty() || !valid_from.is_empty() || min_age.is_some() || *unknown || *plugins
     }
 

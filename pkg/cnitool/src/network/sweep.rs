@@ -145,8 +145,8 @@ impl VerbRun<'_> {
             }
         }
         if !self.command.network.is_empty() {
-            let (name, names) = (&self.command.network, networks.keys().map(String::as_str).collect::<Vec<_>>());
-            let hint = did_you_mean(name, &names);
+            let name = &self.command.network;
+            let hint = did_you_mean(name, networks.keys().map(String::as_str));
             let msg = format!("network {name:?} is neither configured nor in a result cache{hint}");
             networks.retain(|other, _| other == name);
             if networks.is_empty() {

@@ -19,7 +19,8 @@ const MAX_LENGTH: u64 = 64 << 20;
 /// The attachments that the runtimes have, and when they were listed.
 #[derive(Debug)]
 pub(super) struct ValidList {
-    /// The container IDs whose interfaces are all valid: runtimes do not name interfaces.
+    /// The container IDs whose interfaces are all valid: runtimes do not name interfaces. The state
+    /// of a pod does not matter: a runtime still calls DEL for a pod that it lists as not ready.
     containers: BTreeSet<String>,
     /// Container IDs and interface names.
     attachments: BTreeSet<(String, String)>,
@@ -46,7 +47,7 @@ impl ValidList {
         for place in places {
             let outcome = match place.strip_prefix("unix://") {
                 Some(socket) => cni_cri::list_pods(Path::new(socket), call.machine, limit.min(cni_cri::TIME_LIMIT))
-                    .and_then(|pods| pods.into_iter().try_for_each(|id| list.add_pod(id))),
+                    .map(|pods| list.containers.extend(pods)),
                 None => list.read_file(&call.folder.join(place), place == "-"),
             };
             outcome.map_err(|error| error.context(format_args!("the list of valid attachments {place}")))?;
@@ -77,19 +78,6 @@ impl ValidList {
         self.parse(&bytes)
     }
 
-    /// Adds a pod that a runtime has listed. Its state does not matter: a runtime still calls DEL
-    /// for a pod that it lists as not ready.
-    ///
-    /// # Errors
-    /// Code 6 if the ID is empty.
-    fn add_pod(&mut self, id: String) -> Result<(), Error> {
-        if id.is_empty() {
-            return Err(Error::new(Code::DECODE, "a pod has no \"id\""));
-        }
-        self.containers.insert(id);
-        Ok(())
-    }
-
     /// Adds the attachments of a list.
     ///
     /// # Errors
@@ -102,10 +90,12 @@ impl ValidList {
             let Some(Json::Array(pods)) = json.get("items") else {
                 return Err(undecodable("it has no list \"items\", as 'crictl pods -o json' prints it".to_owned()));
             };
-            let ids = pods.iter().map(|pod| pod.get("id").and_then(Json::as_str).unwrap_or_default());
-            return ids.enumerate().try_for_each(|(index, id)| {
-                self.add_pod(id.to_owned()).map_err(|error| error.context(format_args!("items[{index}]")))
-            });
+            for (index, pod) in pods.iter().enumerate() {
+                let id = pod.get("id").and_then(Json::as_str).filter(|id| !id.is_empty());
+                let id = id.ok_or_else(|| undecodable(format!("items[{index}]: a pod has no \"id\"")))?;
+                self.containers.insert(id.to_owned());
+            }
+            return Ok(());
         }
         if text.trim().is_empty() {
             return Err(undecodable("it is empty; the command that writes it may have failed".to_owned()));

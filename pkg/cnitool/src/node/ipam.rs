@@ -134,7 +134,7 @@ impl IpamContext<'_> {
         let preferred = pools_of_network.min_by_key(|pool| !pool.is_configured);
         preferred.ok_or_else(|| {
             let error = Error::config(format!("network {network:?} has no reservations and does not use host-local"));
-            let hint = did_you_mean(network, &names.iter().map(String::as_str).collect::<Vec<_>>());
+            let hint = did_you_mean(network, names.iter().map(String::as_str));
             let absent = "no other network has reservations or uses host-local; check --conf-dir and --data-dir";
             error.with_details(match names.is_empty() {
                 true => absent.to_owned(),

@@ -129,9 +129,9 @@ pub(crate) fn run(args: &Validate, context: &Context<'_>, streams: &mut Streams<
             is_listing = false;
             files.push(check_file(path, host)?);
         } else {
-            let names: Vec<&str> = configured.iter().flatten().filter_map(|file| file.name.as_deref()).collect();
+            let names = configured.iter().flatten().filter_map(|file| file.name.as_deref());
             let msg = format!("no net configuration with name {path:?} in {}", folder.path().display());
-            let details = format!("no file has this name either{}", did_you_mean(&path.to_string_lossy(), &names));
+            let details = format!("no file has this name either{}", did_you_mean(&path.to_string_lossy(), names));
             return Err(Error::config(msg).with_details(details));
         }
     }

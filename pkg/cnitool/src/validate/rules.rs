@@ -139,11 +139,8 @@ fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
             continue;
         }
         let name = path.rsplit('.').next().unwrap_or_default();
-        let mut known_names: Vec<&str> = known.to_vec();
-        if is_top_level {
-            known_names.extend(STANDARD_KEYS);
-        }
-        problems.push(Problem::warning(path_of(&path), unknown_text(name, &known_names)));
+        let standard: &[&str] = if is_top_level { &STANDARD_KEYS } else { &[] };
+        problems.push(Problem::warning(path_of(&path), unknown_text(name, &[known, standard].concat())));
     }
     problems
 }
@@ -170,8 +167,8 @@ fn unused_capabilities(listed: &ListedPlugin<'_>) -> Vec<Problem> {
         let unknown: Vec<UnknownKey> = readers.iter().filter_map(find_unknown).collect();
         let is_read = unknown.len() < readers.len();
         if !is_read {
-            let known_names: Vec<&str> = unknown.iter().flat_map(|key| key.known).copied().collect();
-            let what = format!("{kind} does not use this capability{}", did_you_mean(name, &known_names));
+            let known_names = unknown.iter().flat_map(|key| key.known).copied();
+            let what = format!("{kind} does not use this capability{}", did_you_mean(name, known_names));
             problems.push(listed.warning(&format!("capabilities.{name}"), what));
         }
     }
@@ -180,5 +177,5 @@ fn unused_capabilities(listed: &ListedPlugin<'_>) -> Vec<Problem> {
 
 /// Returns the text of the warning about an unknown key, with a [suggestion](did_you_mean).
 fn unknown_text(name: &str, known: &[&str]) -> String {
-    format!("unknown key, which is ignored{}", did_you_mean(name, known))
+    format!("unknown key, which is ignored{}", did_you_mean(name, known.iter().copied()))
 }
