@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -163,30 +163,24 @@ impl<'a> Context<'a> {
             machine: self.call.machine,
             plugin_folders: std::env::split_paths(&path).filter(|folder| !folder.as_os_str().is_empty()).collect(),
             environment: self.call.environment.clone(),
-            cache: self.cache(),
+            cache: self.caches().swap_remove(0),
             timeout: self.shared.timeout.map_or(DEFAULT_TIMEOUT, Duration::from_secs),
             notes: self.notes.clone(),
         }
     }
 
-    /// Returns the folder of the result cache that the plugins' verbs use: the first of the option,
-    /// or the default.
-    pub(crate) fn cache_dir(&self) -> &Path {
-        self.shared.cache_dir.first().map_or(DEFAULT_DIR.as_ref(), PathBuf::as_path)
-    }
-
-    /// Returns the result cache that the plugins' verbs use.
-    pub(crate) fn cache(&self) -> Cache {
-        Cache::new(self.cache_dir())
-    }
-
-    /// Returns all result caches: those of the option, or the default and that of Multus. On a node
-    /// without Multus, that cache is empty.
-    pub(crate) fn caches(&self) -> Vec<Cache> {
+    /// Returns the folders of all result caches: those of the option, or the default and that of
+    /// Multus, which does not exist on a node without Multus. The plugins' verbs use the first.
+    pub(crate) fn cache_dirs(&self) -> Vec<PathBuf> {
         match &self.shared.cache_dir[..] {
-            [] => [DEFAULT_DIR, MULTUS_DIR].map(Cache::new).into(),
-            dirs => dirs.iter().map(Cache::new).collect(),
+            [] => [DEFAULT_DIR, MULTUS_DIR].map(PathBuf::from).into(),
+            dirs => dirs.to_vec(),
         }
+    }
+
+    /// Returns all result caches.
+    pub(crate) fn caches(&self) -> Vec<Cache> {
+        self.cache_dirs().iter().map(Cache::new).collect()
     }
 }
 

@@ -60,9 +60,9 @@ pub(super) fn folders(node: &Examined<'_>) -> CheckOutcome {
     }
     // If the folder cannot be read, the check `networks` fails.
     paths.extend(node.context.conf_folder().files().unwrap_or_default().into_iter().map(|file| file.path));
-    // The result cache, and the folder of the socket of dhcp's daemon.
-    let cache_dir = node.context.cache_dir();
-    paths.extend([cache_dir.to_owned(), cache_dir.join("results"), "/run/cni".into()]);
+    paths.extend(node.context.cache_dirs().into_iter().flat_map(|cache| [cache.clone(), cache.join("results")]));
+    // The folder of the socket of dhcp's daemon.
+    paths.push("/run/cni".into());
     paths.extend(node.snapshot.pools.iter().map(|listed| listed.pool.folder()));
     let mut checked = BTreeSet::new();
     paths.retain(|path| checked.insert(path.clone()));

@@ -342,7 +342,7 @@ fn folders_writable_by_others_and_wrong_files_are_reported() {
     let cache = operator.node.dir().join("cache");
     fs::create_dir(&cache).unwrap();
     fs::set_permissions(&cache, fs::Permissions::from_mode(0o777)).unwrap();
-    let of_cache = ["doctor", "--cache-dir", cache.to_str().unwrap()];
+    let of_cache = ["doctor", "--cache-dir", "/var/lib/cni", "--cache-dir", cache.to_str().unwrap()];
     let found = operator.json(&of_cache);
     let what = found["findings"][0]["what"].as_str().unwrap_or_default();
     assert!(what.contains("/cache can be changed by every user (mode 0777)"), "{found:#}");
