@@ -161,6 +161,14 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     cni::file::read(path).map_err(|error| Error::caused(Code::IO, format!("failed to read {}", path.display()), error))
 }
 
+/// Reads a file with one line.
+///
+/// # Errors
+/// Code 5, with the path.
+pub(crate) fn read_text(path: &Path) -> Result<String> {
+    Ok(String::from_utf8_lossy(&read(path)?).trim().to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,16 +5,19 @@
 //! nothing is reclaimed automatically.
 
 use std::net::IpAddr;
-use std::time::Instant;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use cni::{Code, Result};
+use cni_linux::flock::Limit;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::http::{Client, decode};
-use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
+use crate::conf::read_text;
+use crate::http::{Client, decode, unclear};
+use crate::pool::{self, Block};
+use crate::store::{Change, Claim, NodeState, Outcome, Pool, Store, Version};
 
 /// A client of the members of one etcd.
 pub(crate) struct Etcd<'m> {
@@ -24,48 +27,37 @@ pub(crate) struct Etcd<'m> {
 }
 
 impl Etcd<'_> {
-    fn call(&mut self, path: &str, body: &Value) -> Answer<Value> {
+    fn call(&mut self, path: &str, body: &Value) -> Result<Value> {
         let response = self.client.send("POST", &format!("/v3/kv/{path}"), "application/json", &body.to_string())?;
-        match (response.status, response.failure()) {
-            (200, _) => response.json(),
+        match response.status {
+            200 => Ok(response.json),
             // With its authentication, the gateway refuses certificates that have a CommonName.
-            (400 | 401 | 403, Failure::Refused(error)) => {
+            400 | 401 | 403 => {
                 let details = "etcd's own authentication (etcdctl auth enable) is not supported";
-                Err(Failure::Refused(error.with_details(details)))
+                Err(response.error(Code::REFUSED).with_details(details))
             }
-            (_, failure) => Err(failure),
+            _ => Err(response.error(Code::REFUSED)),
         }
     }
 
-    /// Runs one transaction: makes `change` to `key` if the key's revision of this kind is `number`
-    /// and the other condition holds, otherwise reads the key.
-    fn change(&mut self, key: &str, revision: Value, other: Option<Value>, change: Value) -> Answer<Outcome> {
-        let conditions: Vec<Value> = [revision].into_iter().chain(other).collect();
+    /// Makes `change` to `key` if all conditions hold, and otherwise reads the key.
+    fn transact(&mut self, key: &str, conditions: &[Value], change: Value) -> Result<Outcome> {
         let read = json!([{"request_range": {"key": STANDARD.encode(key)}}]);
         let answer = self.call("txn", &json!({"compare": conditions, "success": [change], "failure": read}))?;
         let revision = answer["header"]["revision"].as_str();
-        let revision =
-            revision.ok_or_else(|| Failure::Unknown(format!("etcd's answer about {key} has no revision")))?;
+        let revision = revision.ok_or_else(|| unclear(format!("etcd's answer about {key} has no revision")))?;
         // The gateway omits `false` and empty lists.
         let kvs = &answer["responses"][0]["response_range"]["kvs"];
         Ok(match answer["succeeded"] == true {
-            true => Outcome::Done(Version(revision.to_owned())),
+            true => Outcome::Written(Version(revision.to_owned())),
             false if kvs.is_array() => Outcome::Conflict,
             false => Outcome::Absent,
         })
     }
 
-    /// Writes a record that must not exist.
-    fn put_new(&mut self, key: &str, value: &impl Serialize, condition: Option<Value>) -> Answer<Outcome> {
-        match self.change(key, revision(key, "CREATE", "EQUAL", "0"), condition, put(key, value))? {
-            Outcome::Absent => Err(Failure::Unknown(format!("etcd did not create {key}: its pool has been deleted"))),
-            outcome => Ok(outcome),
-        }
-    }
-
     /// Reads one key, or all keys that begin with `key` if it ends with `/`. Only a list for the
     /// choice of a candidate may be a moment old.
-    fn range(&mut self, key: &str, is_serializable: bool) -> Answer<Vec<Value>> {
+    fn range(&mut self, key: &str, is_serializable: bool) -> Result<Vec<Value>> {
         let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable});
         if let Some(parent) = key.strip_suffix('/') {
             // The first key after all that begin with the prefix: `0` follows `/`.
@@ -79,69 +71,73 @@ impl Etcd<'_> {
     }
 
     fn block_key(&self, pool: &str, first: IpAddr) -> String {
-        format!("{}blocks/{pool}/{}", self.prefix, crate::pool::address_name(first))
+        format!("{}blocks/{pool}/{}", self.prefix, pool::address_name(first))
     }
 }
 
 impl Store for Etcd<'_> {
-    fn node(&mut self) -> Answer<String> {
+    fn node(&mut self) -> Result<String> {
         if let Some(node) = &self.client.conf.node {
             return Ok(node.clone());
         }
-        let path = "/proc/sys/kernel/hostname";
-        let name = crate::conf::read(path.as_ref()).map_err(Failure::Refused)?;
-        Ok(String::from_utf8_lossy(&name).trim().to_owned())
+        read_text("/proc/sys/kernel/hostname".as_ref())
     }
 
-    fn set_deadline(&mut self, deadline: Instant) {
-        self.client.patience.deadline = deadline;
+    fn set_limit(&mut self, limit: Limit) {
+        self.client.limit = limit;
     }
 
-    fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
+    fn pools(&mut self) -> Result<Vec<(String, Pool)>> {
         let prefix = self.pool_key("");
         let named = |found: &Value| Ok((text(found, "key").trim_start_matches(&prefix).to_owned(), value(found)?));
         self.range(&prefix, false)?.iter().map(named).collect()
     }
 
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
-        self.put_new(&self.pool_key(name), pool, None)
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool> {
+        let key = self.pool_key(name);
+        let outcome = self.transact(&key, &[revision(&key, "CREATE", "EQUAL", "0")], put(&key, pool))?;
+        Ok(matches!(outcome, Outcome::Written(_)))
     }
 
-    fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
-        let has_pool = revision(&self.pool_key(&claim.pool), "CREATE", "GREATER", "0");
-        self.put_new(&self.block_key(&claim.pool, claim.first), claim, Some(has_pool))
-    }
-
-    fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
-        let found = self.range(&self.block_key(pool, first), false)?;
+    fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>> {
+        let found = self.range(&self.block_key(&block.pool, block.first), false)?;
         found.first().map(versioned).transpose()
     }
 
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
+    fn change(&mut self, claim: &Claim, change: &Change) -> Result<Outcome> {
         let key = self.block_key(&claim.pool, claim.first);
-        self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, put(&key, claim))
+        let has = |version: &Version| vec![revision(&key, "MOD", "EQUAL", &version.0)];
+        let (conditions, request) = match change {
+            Change::Create => {
+                let has_pool = revision(&self.pool_key(&claim.pool), "CREATE", "GREATER", "0");
+                (vec![revision(&key, "CREATE", "EQUAL", "0"), has_pool], put(&key, claim))
+            }
+            Change::Swap(version) => (has(version), put(&key, claim)),
+            Change::Delete(version) => (has(version), json!({"request_delete_range": {"key": STANDARD.encode(&key)}})),
+        };
+        match (self.transact(&key, &conditions, request)?, change) {
+            (Outcome::Absent, Change::Create) => {
+                Err(unclear(format!("etcd did not create {key}: its pool has been deleted")))
+            }
+            (Outcome::Written(_), Change::Delete(_)) => Ok(Outcome::Absent),
+            (outcome, _) => Ok(outcome),
+        }
     }
 
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool> {
-        let key = self.block_key(pool, first);
-        let change = json!({"request_delete_range": {"key": STANDARD.encode(&key)}});
-        Ok(self.change(&key, revision(&key, "MOD", "EQUAL", &version.0), None, change)? != Outcome::Conflict)
-    }
-
-    fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
+    fn claims_of(&mut self, node: &str) -> Result<Vec<(Claim, Version)>> {
         // etcd finds no values. A record that another program has damaged belongs to no node.
         let all = self.range(&format!("{}blocks/", self.prefix), false)?;
         let claims = all.iter().filter_map(|found| versioned(found).ok());
         Ok(claims.filter(|(claim, _)| claim.node == node).collect())
     }
 
-    fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
+    fn taken(&mut self, pool: &str) -> Result<Vec<(IpAddr, String)>> {
         let all = self.range(&format!("{}blocks/{pool}/", self.prefix), true)?;
         let claims = all.iter().filter_map(|found| value::<Claim>(found).ok());
         Ok(claims.map(|claim| (claim.first, claim.node)).collect())
     }
 
-    fn node_state(&mut self, _: &str) -> Answer<NodeState> {
+    fn node_state(&mut self, _: &str) -> Result<NodeState> {
         Ok(NodeState::Unsupported)
     }
 }
@@ -168,11 +164,11 @@ fn text(found: &Value, field: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-fn value<T: DeserializeOwned>(found: &Value) -> Answer<T> {
-    let wrong = |error| Failure::Unknown(format!("etcd's record {}: {error}", text(found, "key")));
+fn value<T: DeserializeOwned>(found: &Value) -> Result<T> {
+    let wrong = |error| unclear(format!("etcd's record {}: {error}", text(found, "key")));
     decode(&serde_json::from_str(&text(found, "value")).map_err(wrong)?)
 }
 
-pub(crate) fn versioned(found: &Value) -> Answer<(Claim, Version)> {
+pub(crate) fn versioned(found: &Value) -> Result<(Claim, Version)> {
     Ok((value(found)?, Version(found["mod_revision"].as_str().unwrap_or_default().to_owned())))
 }

@@ -8,8 +8,7 @@ use crate::{etcd, http, kubernetes};
 /// Reads an answer. Returns its status, the server's time and the body, or `None` if it is refused.
 pub fn read_answer(mut input: impl BufRead) -> Option<(u16, Option<u64>, Vec<u8>)> {
     let response = http::read_response(&mut input).ok()?;
-    // Either failure has a text.
-    drop(response.failure());
+    drop(response.error(cni::Code::REFUSED));
     Some((response.status, response.date, response.body))
 }
 

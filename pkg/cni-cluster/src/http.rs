@@ -4,28 +4,29 @@
 //! Every wait ends at the deadline or with a signal.
 
 use std::borrow::Cow;
-use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cni::machine::Machine;
-use cni::{Code, Error};
+use cni::{Code, Error, Result};
+use cni_linux::flock::Limit;
 use rustls::pki_types::ServerName;
 use rustls::{AlertDescription, ClientConfig, ClientConnection, StreamOwned};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::conf::{Conf, Credentials, read};
-use crate::store::{Answer, Failure};
+use crate::conf::{Conf, Credentials, read_text};
 use crate::tls;
 
 /// The longest line of a head, and the longest body of an answer, in bytes.
 const MAX_LINE: u64 = 16 << 10;
 const MAX_BODY: u64 = 16 << 20;
 
-/// How often a wait looks for a signal and at the clock.
+/// How often a wait looks for a signal and at the clock, and how long at least it takes until a
+/// request is repeated. A refused connection is refused again within microseconds.
 const TICK: Duration = Duration::from_millis(100);
 
 /// An answer.
@@ -36,93 +37,47 @@ pub(crate) struct Response {
     pub(crate) status: u16,
     /// The server's time in seconds since 1970.
     pub(crate) date: Option<u64>,
-    /// After how many seconds the server wants the request again (`Retry-After`).
-    retry_after: Option<u32>,
+    /// After how long the server wants the request again (`Retry-After`), or zero.
+    retry_after: Duration,
     /// Whether the connection can be used for another request.
     is_reusable: bool,
     pub(crate) body: Vec<u8>,
+    /// The body, or `null` if it is not JSON.
+    pub(crate) json: Value,
 }
 
 impl Response {
-    /// Returns the body. One that is not JSON proves nothing, so it is unknown.
-    pub(crate) fn json(&self) -> Answer<Value> {
-        let wrong = |error| Failure::Unknown(format!("{}: HTTP {}, but {error}", self.request, self.status));
-        serde_json::from_slice(&self.body).map_err(wrong)
+    /// Whether the same request would get the same answer. Success without JSON proves nothing.
+    fn is_final(&self) -> bool {
+        match self.status {
+            200 | 201 => !self.json.is_null(),
+            408 | 429 | 500.. => false,
+            _ => true,
+        }
     }
 
-    /// Returns what a status means that the operation does not expect, with the server's own text.
-    pub(crate) fn failure(&self) -> Failure {
-        let json: Value = serde_json::from_slice(&self.body).unwrap_or_default();
-        let text = ["message", "error"].into_iter().find_map(|key| json[key].as_str());
+    /// Returns an error with the status and the server's own text.
+    pub(crate) fn error(&self, code: Code) -> Error {
+        let text = ["message", "error"].into_iter().find_map(|key| self.json[key].as_str());
         let text: String =
             text.map_or_else(|| String::from_utf8_lossy(&self.body), Cow::from).chars().take(400).collect();
-        let msg = format!("{}: HTTP {}: {}", self.request, self.status, text.trim());
-        match (self.status, self.retry_after) {
-            (429 | 503, Some(seconds)) => Failure::Busy(msg, Duration::from_secs(seconds.into())),
-            (408 | 429 | 500.., _) => Failure::Unknown(msg),
-            _ => Failure::Refused(Error::new(Code::REFUSED, msg)),
-        }
+        Error::new(code, format!("{}: HTTP {}: {}", self.request, self.status, text.trim()))
     }
 }
 
-/// The end of a wait.
-#[derive(Clone, Copy)]
-pub(crate) struct Patience<'m> {
-    machine: &'m dyn Machine,
-    pub(crate) deadline: Instant,
-}
-
-impl Patience<'_> {
-    fn check(&self) -> io::Result<()> {
-        if self.machine.terminated() {
-            return Err(io::Error::other("interrupted by a signal"));
-        }
-        let has_time = self.machine.now() < self.deadline;
-        if has_time { Ok(()) } else { Err(io::Error::new(ErrorKind::TimedOut, "no answer in time")) }
-    }
-
-    /// Repeats a system call while the timeout of the socket ends it.
-    fn repeat(&self, mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
-        loop {
-            self.check()?;
-            match call() {
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-                outcome => return outcome,
-            }
-        }
-    }
-}
-
-/// A TCP connection whose waits end.
-struct Socket<'m>(TcpStream, Patience<'m>);
-
-impl Read for Socket<'_> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.1.repeat(|| self.0.read(bytes))
-    }
-}
-
-impl Write for Socket<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.1.repeat(|| self.0.write(bytes))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-type Connection<'m> = BufReader<StreamOwned<ClientConnection, Socket<'m>>>;
+type Connection = BufReader<StreamOwned<ClientConnection, TcpStream>>;
 
 /// A client of one store, with at most one connection.
 pub(crate) struct Client<'m> {
     /// The first endpoint is used, or tried next.
     pub(crate) conf: Conf,
-    pub(crate) patience: Patience<'m>,
+    machine: &'m dyn Machine,
+    /// How long the next requests may take, repetitions included.
+    pub(crate) limit: Limit,
     /// The server's time in the last answer, in seconds since 1970.
     pub(crate) date: Option<u64>,
     tls: Arc<ClientConfig>,
-    connection: Option<Connection<'m>>,
+    connection: Option<Connection>,
 }
 
 impl<'m> Client<'m> {
@@ -130,89 +85,129 @@ impl<'m> Client<'m> {
     ///
     /// # Errors
     /// Code 5 if a file cannot be read, 7 if it does not have what it should have.
-    pub(crate) fn new(conf: &Conf, machine: &'m dyn Machine) -> cni::Result<Client<'m>> {
+    pub(crate) fn new(conf: &Conf, machine: &'m dyn Machine) -> Result<Client<'m>> {
         let tls = tls::config(conf)?;
         let mut conf = conf.clone();
         let first = getrandom::u32().unwrap_or(0) as usize % conf.endpoints.len();
         conf.endpoints.rotate_left(first);
-        let patience = Patience { machine, deadline: machine.now() + conf.timeout };
-        Ok(Client { conf, patience, date: None, tls, connection: None })
+        let limit = Limit { deadline: machine.now() + conf.timeout, length: conf.timeout };
+        Ok(Client { conf, machine, limit, date: None, tls, connection: None })
     }
 
-    /// Sends a request with a path and query, and a body of JSON or none. Returns the answer,
-    /// whatever its status. After a failure the next request goes to another endpoint.
-    pub(crate) fn send(&mut self, method: &str, path: &str, accept: &str, body: &str) -> Answer<Response> {
+    /// Sends a request with a path and query, and a body of JSON or none, until it is answered. A
+    /// successful answer has JSON. Gives up at once if the server asks for a pause beyond the
+    /// deadline.
+    ///
+    /// # Errors
+    /// - Code 11 if there was no answer until the deadline or a signal, or only one that passes.
+    /// - Code 103 if the server does not accept the connection; 5 if the token cannot be read.
+    pub(crate) fn send(&mut self, method: &str, path: &str, accept: &str, body: &str) -> Result<Response> {
+        loop {
+            let (error, pause) = match self.attempt(method, path, accept, body) {
+                Ok(response) if response.is_final() => return Ok(response),
+                Ok(response) => (response.error(Code::TRY_AGAIN), response.retry_after),
+                Err(error) if error.code() == Code::TRY_AGAIN => (error, Duration::ZERO),
+                Err(error) => return Err(error),
+            };
+            let give_up = |why: String| Err(Error::new(Code::TRY_AGAIN, format!("{error}; {why}")));
+            let end = self.machine.now() + pause.max(TICK);
+            if end >= self.limit.deadline {
+                return give_up(format!("gave up after {:.1} s", self.limit.length.as_secs_f32()));
+            }
+            while self.machine.now() < end {
+                if self.machine.terminated() {
+                    return give_up("interrupted by a signal".to_owned());
+                }
+                thread::sleep(TICK);
+            }
+        }
+    }
+
+    /// Sends a request once. Returns the answer, whatever its status. After a failure the next
+    /// request goes to another endpoint.
+    ///
+    /// # Errors
+    /// As [`send`](Client::send).
+    fn attempt(&mut self, method: &str, path: &str, accept: &str, body: &str) -> Result<Response> {
         let endpoint = &self.conf.endpoints[0];
         let mut headers = format!("Host: {endpoint}\r\nUser-Agent: cluster-local\r\nAccept: {accept}\r\n");
         if let Credentials::Token(file) = &self.conf.credentials {
-            let token = read(file).map_err(Failure::Refused)?;
-            headers += &format!("Authorization: Bearer {}\r\n", String::from_utf8_lossy(&token).trim());
+            headers += &format!("Authorization: Bearer {}\r\n", read_text(file)?);
         }
         headers += &format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len());
-        let url = format!("{method} https://{endpoint}{}", path.split('?').next().unwrap_or_default());
-        match self.exchange(format!("{method} {path} HTTP/1.1\r\n{headers}\r\n{body}").as_bytes()) {
+        let request = format!("{method} https://{endpoint}{}", path.split('?').next().unwrap_or_default());
+        match self.exchange(format!("{method} {path} HTTP/1.1\r\n{headers}\r\n{body}")) {
             Ok(response) => {
                 self.date = response.date;
-                Ok(Response { request: url, ..response })
+                let json = serde_json::from_slice(&response.body).unwrap_or_default();
+                Ok(Response { request, json, ..response })
             }
             Err(error) => {
                 self.conf.endpoints.rotate_left(1);
-                Err(failure(url, &self.conf.credentials, error))
+                Err(failure(request, &self.conf.credentials, error))
             }
         }
     }
 
-    fn exchange(&mut self, request: &[u8]) -> io::Result<Response> {
-        let mut connection = self.connection.take().map_or_else(|| self.connect(), Ok)?;
-        let stream = connection.get_mut();
-        stream.sock.1 = self.patience;
-        stream.write_all(request)?;
-        stream.flush()?;
-        let response = read_response(&mut connection)?;
-        self.connection = response.is_reusable.then_some(connection);
-        Ok(response)
-    }
-
-    fn connect(&self) -> io::Result<Connection<'m>> {
-        let Patience { machine, deadline } = self.patience;
+    /// Sends a request and reads the answer, on a thread: resolving a name, and the calls that
+    /// connect, write and read, do not end with a signal. After a signal or the deadline nothing
+    /// waits for the thread any more, which ends with the process.
+    fn exchange(&mut self, request: String) -> io::Result<Response> {
         // An endpoint that does not answer must leave time for the others.
-        let now = machine.now();
-        let share = deadline.saturating_duration_since(now) / self.conf.endpoints.len().min(3) as u32;
-        let patience = Patience { machine, deadline: now + share };
-        let endpoint = self.conf.endpoints[0].clone();
-        let host = endpoint.rsplit_once(':').map_or("", |(host, _)| host.trim_matches(['[', ']']));
-        let name = ServerName::try_from(self.conf.server_name.as_deref().unwrap_or(host).to_owned());
-        let name = name.map_err(io::Error::other)?;
-        let mut session = ClientConnection::new(Arc::clone(&self.tls), name).map_err(io::Error::other)?;
-        // On a thread, because neither the resolution of a name nor connect(2) looks for a signal.
+        let begin = self.machine.now();
+        let share = self.limit.deadline.saturating_duration_since(begin) / self.conf.endpoints.len().min(3) as u32;
+        let (endpoint, server_name) = (self.conf.endpoints[0].clone(), self.conf.server_name.clone());
+        let (connection, tls) = (self.connection.take(), Arc::clone(&self.tls));
+        let exchange = move || {
+            let mut connection = connection.map_or_else(|| connect(endpoint, server_name, tls), Ok)?;
+            let stream = connection.get_mut();
+            stream.write_all(request.as_bytes())?;
+            stream.flush()?;
+            let response = read_response(&mut connection)?;
+            Ok::<_, io::Error>((response, connection))
+        };
         let (sender, receiver) = mpsc::channel();
-        thread::Builder::new().spawn(move || sender.send(TcpStream::connect(endpoint)))?;
-        let stream = loop {
-            patience.check()?;
+        thread::Builder::new().spawn(move || sender.send(exchange()))?;
+        while self.machine.now() < begin + share {
+            if self.machine.terminated() {
+                return Err(io::Error::other("interrupted by a signal"));
+            }
             match receiver.recv_timeout(TICK) {
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
-                connected => break connected.map_err(io::Error::other)??,
+                answer => {
+                    let (response, connection) = answer.map_err(io::Error::other)??;
+                    self.connection = response.is_reusable.then_some(connection);
+                    return Ok(response);
+                }
             }
-        };
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(TICK))?;
-        stream.set_write_timeout(Some(TICK))?;
-        let mut socket = Socket(stream, patience);
-        while session.is_handshaking() {
-            session.complete_io(&mut socket)?;
         }
-        Ok(BufReader::new(StreamOwned::new(session, socket)))
+        Err(io::Error::new(ErrorKind::TimedOut, "no answer in time"))
     }
 }
 
+/// Connects to an endpoint. TLS begins with the first request.
+fn connect(endpoint: String, server_name: Option<String>, tls: Arc<ClientConfig>) -> io::Result<Connection> {
+    let host = endpoint.rsplit_once(':').map_or("", |(host, _)| host.trim_matches(['[', ']']));
+    let name = ServerName::try_from(server_name.unwrap_or_else(|| host.to_owned())).map_err(io::Error::other)?;
+    let session = ClientConnection::new(tls, name).map_err(io::Error::other)?;
+    let stream = TcpStream::connect(endpoint)?;
+    stream.set_nodelay(true)?;
+    Ok(BufReader::new(StreamOwned::new(session, stream)))
+}
+
+/// Returns the error of an answer that proves nothing.
+pub(crate) fn unclear(text: String) -> Error {
+    Error::new(Code::TRY_AGAIN, text)
+}
+
 /// Decodes a pool or a claim. All answers become a `Value` first, which takes 40 KB less of code.
-pub(crate) fn decode<T: DeserializeOwned>(record: &Value) -> Answer<T> {
-    T::deserialize(record).map_err(|error| Failure::Unknown(format!("invalid record {record}: {error}")))
+pub(crate) fn decode<T: DeserializeOwned>(record: &Value) -> Result<T> {
+    T::deserialize(record).map_err(|error| unclear(format!("invalid record {record}: {error}")))
 }
 
 /// Returns the failure of a connection. Neither the rejection of a certificate nor of the version
 /// passes.
-fn failure(mut doing: String, credentials: &Credentials, error: io::Error) -> Failure {
+fn failure(mut doing: String, credentials: &Credentials, error: io::Error) -> Error {
     use rustls::Error::{AlertReceived, InvalidCertificate, PeerIncompatible};
     match error.get_ref().and_then(|cause| cause.downcast_ref()) {
         Some(InvalidCertificate(_)) => {}
@@ -224,9 +219,9 @@ fn failure(mut doing: String, credentials: &Credentials, error: io::Error) -> Fa
                 doing += &format!(" with {}", file.display());
             }
         }
-        _ => return Failure::Unknown(format!("{doing}: {error}")),
+        _ => return Error::caused(Code::TRY_AGAIN, doing, error),
     }
-    Failure::Refused(Error::caused(Code::REFUSED, doing, error))
+    Error::caused(Code::REFUSED, doing, error)
 }
 
 /// Reads one answer. An answer with neither a length nor chunks has no body.
@@ -250,7 +245,7 @@ pub(crate) fn read_response(input: &mut impl BufRead) -> io::Result<Response> {
             "transfer-encoding" => is_chunked = value.eq_ignore_ascii_case("chunked"),
             "connection" => closes = value.eq_ignore_ascii_case("close"),
             "date" => response.date = parse_date(value),
-            "retry-after" => response.retry_after = value.parse().ok(),
+            "retry-after" => response.retry_after = Duration::from_secs(value.parse::<u32>().unwrap_or(0).into()),
             _ => {}
         }
     }

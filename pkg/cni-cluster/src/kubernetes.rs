@@ -4,14 +4,15 @@
 //! Reads are from etcd, through the API server, except [`Store::taken`], which its cache answers.
 
 use std::net::IpAddr;
-use std::time::Instant;
 
-use cni::{Code, Error};
+use cni::{Code, Error, Result};
+use cni_linux::flock::Limit;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::http::{Client, decode};
-use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
+use crate::http::{Client, decode, unclear};
+use crate::pool::{self, Block};
+use crate::store::{Change, Claim, NodeState, Outcome, Pool, Store, Version};
 
 /// The API group of the two kinds. It cannot change after a release without a migration.
 const GROUP: &str = "ipam.cni-plugins-rust.dev";
@@ -31,48 +32,35 @@ impl Kubernetes<'_> {
     /// Sends one request to `path`, which is relative to the API group's unless it begins with `/`.
     /// Returns the status and the object: 200 or 201, or without an object 404 if the named object
     /// does not exist, or 409 if it is not as a change expects.
-    fn call(&mut self, method: &str, path: &str, body: &Value) -> Answer<(u16, Value)> {
+    fn call(&mut self, method: &str, path: &str, body: &Value) -> Result<(u16, Value)> {
         let path = if path.starts_with('/') { path.to_owned() } else { format!("/apis/{GROUP}/v1/{path}") };
         let accept = if path.ends_with("includeObject=None") { TABLE } else { JSON };
         let body = if body.is_null() { String::new() } else { body.to_string() };
         let response = self.0.send(method, &path, accept, &body)?;
-        match response.status {
-            200 | 201 => Ok((200, response.json()?)),
-            409 if method != "GET" => Ok((409, Value::Null)),
+        match (response.status, method) {
+            (200 | 201, _) => Ok((200, response.json)),
             // Without the kind, the server answers with a text.
-            404 if response.json().is_ok_and(|status| status["reason"] == "NotFound") => match method {
-                "POST" => Err(Failure::Unknown(format!("{}: HTTP 404: NotFound", response.request))),
-                _ => Ok((404, Value::Null)),
-            },
-            404 => {
+            (404, _) if response.json["reason"] != "NotFound" => {
                 let msg = format!("{}: HTTP 404: the API group {GROUP} is not installed", response.request);
-                Err(Failure::Refused(Error::new(Code::REFUSED, msg)))
+                Err(Error::new(Code::REFUSED, msg))
             }
-            // A reading has no conflict: the answer proves nothing.
-            409 => Err(Failure::Unknown(format!("{}: HTTP 409", response.request))),
-            _ => Err(response.failure()),
+            // These do not fit the request, so they prove nothing.
+            (404, "POST") | (409, "GET") => Err(response.error(Code::TRY_AGAIN)),
+            (404 | 409, _) => Ok((response.status, Value::Null)),
+            _ => Err(response.error(Code::REFUSED)),
         }
     }
 
     /// Reads the objects of a list.
-    fn list(&mut self, path: &str) -> Answer<Vec<Value>> {
+    fn list(&mut self, path: &str) -> Result<Vec<Value>> {
         let (_, mut list) = self.call("GET", path, &Value::Null)?;
-        let unlisted = |_| Failure::Unknown(format!("the answer to GET {path} is not a list"));
-        serde_json::from_value(list["items"].take()).map_err(unlisted)
-    }
-
-    /// Creates or replaces an object.
-    fn write(&mut self, method: &str, path: &str, object: &Value) -> Answer<Outcome> {
-        match self.call(method, &format!("{path}?{WRITE}"), object)? {
-            (404, _) => Ok(Outcome::Absent),
-            (409, _) => Ok(Outcome::Conflict),
-            (_, object) => version(&object).map(Outcome::Done),
-        }
+        serde_json::from_value(list["items"].take())
+            .map_err(|_| unclear(format!("the answer to GET {path} is not a list")))
     }
 }
 
 impl Store for Kubernetes<'_> {
-    fn node(&mut self) -> Answer<String> {
+    fn node(&mut self) -> Result<String> {
         if self.0.conf.node.is_none() {
             let body = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"});
             let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
@@ -82,69 +70,74 @@ impl Store for Kubernetes<'_> {
             let of_token = user["extra"]["authentication.kubernetes.io/node-name"][0].as_str();
             let unnamed =
                 || format!("the credentials of user {} belong to no node: set the key node", user["username"]);
-            let node = of_kubelet.or(of_token).ok_or_else(|| Failure::Refused(Error::config(unnamed())))?;
+            let node = of_kubelet.or(of_token).ok_or_else(|| Error::config(unnamed()))?;
             self.0.conf.node = Some(node.to_owned());
         }
         Ok(self.0.conf.node.clone().unwrap_or_default())
     }
 
-    fn set_deadline(&mut self, deadline: Instant) {
-        self.0.patience.deadline = deadline;
+    fn set_limit(&mut self, limit: Limit) {
+        self.0.limit = limit;
     }
 
-    fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
+    fn pools(&mut self) -> Result<Vec<(String, Pool)>> {
         let name = |object: &Value| object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
         self.list("ippools")?.iter().map(|object| Ok((name(object), decode(&object["spec"])?))).collect()
     }
 
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
-        self.write("POST", "ippools", &object("IPPool", json!({"name": name}), pool))
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool> {
+        let object = object("IPPool", json!({"name": name}), pool);
+        Ok(self.call("POST", &format!("ippools?{WRITE}"), &object)?.0 == 200)
     }
 
-    fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
-        let name = name(&claim.pool, claim.first);
-        self.write("POST", "ipblocks", &object("IPBlock", json!({"name": name}), claim))
-    }
-
-    fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
-        match self.call("GET", &format!("ipblocks/{}", name(pool, first)), &Value::Null)? {
+    fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>> {
+        match self.call("GET", &format!("ipblocks/{}", name(&block.pool, block.first)), &Value::Null)? {
             (404, _) => Ok(None),
             (_, object) => versioned(&object).map(Some),
         }
     }
 
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
+    fn change(&mut self, claim: &Claim, change: &Change) -> Result<Outcome> {
         let name = name(&claim.pool, claim.first);
-        let object = object("IPBlock", json!({"name": name, "resourceVersion": version}), claim);
-        self.write("PUT", &format!("ipblocks/{name}"), &object)
+        let (method, path, body) = match change {
+            Change::Create => ("POST", format!("ipblocks?{WRITE}"), object("IPBlock", json!({"name": name}), claim)),
+            Change::Swap(version) => {
+                let metadata = json!({"name": name, "resourceVersion": version});
+                ("PUT", format!("ipblocks/{name}?{WRITE}"), object("IPBlock", metadata, claim))
+            }
+            Change::Delete(version) => {
+                let preconditions = json!({"resourceVersion": version});
+                let body = json!({"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions});
+                ("DELETE", format!("ipblocks/{name}"), body)
+            }
+        };
+        match (self.call(method, &path, &body)?, change) {
+            ((409, _), _) => Ok(Outcome::Conflict),
+            ((404, _), _) | (_, Change::Delete(_)) => Ok(Outcome::Absent),
+            ((_, object), _) => version(&object).map(Outcome::Written),
+        }
     }
 
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool> {
-        let preconditions = json!({"resourceVersion": version});
-        let body = json!({"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": preconditions});
-        Ok(self.call("DELETE", &format!("ipblocks/{}", name(pool, first)), &body)?.0 != 409)
-    }
-
-    fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
+    fn claims_of(&mut self, node: &str) -> Result<Vec<(Claim, Version)>> {
         let path = format!("ipblocks?fieldSelector=spec.node%3D{}", encoded(node));
         self.list(&path)?.iter().map(versioned).collect()
     }
 
-    fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
+    fn taken(&mut self, pool: &str) -> Result<Vec<(IpAddr, String)>> {
         let selector = format!("fieldSelector=spec.pool%3D{pool}&resourceVersion=0&includeObject=None");
         let (_, table) = self.call("GET", &format!("ipblocks?{selector}"), &Value::Null)?;
-        let wrong = || Failure::Unknown("the table of IPBlocks has no columns First and Node".to_owned());
+        let wrong = || unclear("the table of IPBlocks has no columns First and Node".to_owned());
         taken(&table).ok_or_else(wrong)
     }
 
-    fn node_state(&mut self, name: &str) -> Answer<NodeState> {
+    fn node_state(&mut self, name: &str) -> Result<NodeState> {
         match self.call("GET", &format!("/api/v1/nodes/{}", encoded(name)), &Value::Null)? {
             (200, node) => {
                 let machine = node["status"]["nodeInfo"]["machineID"].as_str().unwrap_or_default();
                 Ok(NodeState::Present(machine.to_owned()))
             }
             _ => {
-                let no_time = || Failure::Unknown(format!("node {name}: the server's answer has no time"));
+                let no_time = || unclear(format!("node {name}: the server's answer has no time"));
                 self.0.date.map(NodeState::Absent).ok_or_else(no_time)
             }
         }
@@ -157,14 +150,12 @@ fn object(kind: &str, metadata: Value, spec: &impl Serialize) -> Value {
 }
 
 /// Returns the version of an object.
-fn version(object: &Value) -> Answer<Version> {
+fn version(object: &Value) -> Result<Version> {
     let version = object["metadata"]["resourceVersion"].as_str();
-    version
-        .map(|version| Version(version.to_owned()))
-        .ok_or_else(|| Failure::Unknown(format!("not an object: {object}")))
+    version.map(|version| Version(version.to_owned())).ok_or_else(|| unclear(format!("not an object: {object}")))
 }
 
-pub(crate) fn versioned(object: &Value) -> Answer<(Claim, Version)> {
+pub(crate) fn versioned(object: &Value) -> Result<(Claim, Version)> {
     Ok((decode(&object["spec"])?, version(object)?))
 }
 
@@ -181,7 +172,7 @@ pub(crate) fn taken(table: &Value) -> Option<Vec<(IpAddr, String)>> {
 
 /// Returns the name of the object of a claim.
 fn name(pool: &str, first: IpAddr) -> String {
-    format!("{pool}.{}", crate::pool::address_name(first))
+    format!("{pool}.{}", pool::address_name(first))
 }
 
 /// Encodes a value for a path or a query. Another node's name comes from its claim.

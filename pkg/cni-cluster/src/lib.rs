@@ -6,17 +6,6 @@
 //! - [`ledger`]: the node's own list of its blocks, with the rules of claiming and releasing.
 //! - [`cluster`]: what a plugin calls.
 
-/// Whether a test has switched a defect of the rules on, to prove that the search finds it.
-macro_rules! has_defect {
-    ($defect:ident) => {{
-        #[cfg(test)]
-        let is_on = crate::tests::search::defect() == Some(crate::tests::search::Defect::$defect);
-        #[cfg(not(test))]
-        let is_on = false;
-        is_on
-    }};
-}
-
 pub mod cluster;
 pub mod conf;
 mod etcd;

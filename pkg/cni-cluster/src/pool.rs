@@ -129,8 +129,13 @@ pub fn candidates<'a>(
         }
         joins
     });
-    let count = |first: u128, last: u128| (last - first).saturating_add(1);
-    let total = spans.iter().map(|(.., first, last)| count(*first, *last)).fold(0, u128::saturating_add);
+    // The position of a span's first block in the order of all blocks, and their number.
+    let mut total = 0_u128;
+    let mut starts = Vec::with_capacity(spans.len());
+    for (.., first, last) in &spans {
+        starts.push(total);
+        total = total.saturating_add(last - first).saturating_add(1);
+    }
     let hash = cni::hash::sha512(&[seed.as_bytes()]);
     let hash_number = |at: usize| hash[at..at + 8].iter().fold(0, |sum, byte| sum << 8 | u128::from(*byte));
     let mut step = hash_number(8) % total;
@@ -139,28 +144,19 @@ pub fn candidates<'a>(
         step += 1;
     }
     let position = |block: &Block| {
-        let mut before = 0;
-        for (pool, size, first, last) in &spans {
+        spans.iter().zip(&starts).find_map(|((pool, size, first, last), start)| {
             let number = number(block.first) / u128::from(*size);
-            if *pool == block.pool && (*first..=*last).contains(&number) {
-                return Some(before + number - first);
-            }
-            before += count(*first, *last);
-        }
-        None
+            (*pool == block.pool && (*first..=*last).contains(&number)).then(|| start + number - first)
+        })
     };
     let start = newest.iter().find_map(position).map_or(hash_number(0) % total, |position| position + step);
     let gateways = set.inner_gateways();
     (0..total).filter_map(move |turn| {
-        let mut position = (start + turn * step) % total;
-        for (pool, size, first, last) in &spans {
-            if position < count(*first, *last) {
-                let member = address(set.ranges().first()?.first(), (first + position) * u128::from(*size));
-                return Some(Block::of(pool, *size, member)).filter(|block| block.has_usable(set, &gateways));
-            }
-            position -= count(*first, *last);
-        }
-        None
+        let position = (start + turn * step) % total;
+        let at = starts.partition_point(|start| *start <= position) - 1;
+        let (pool, size, first, _) = &spans[at];
+        let member = address(set.ranges().first()?.first(), (first + position - starts[at]) * u128::from(*size));
+        Some(Block::of(pool, *size, member)).filter(|block| block.has_usable(set, &gateways))
     })
 }
 

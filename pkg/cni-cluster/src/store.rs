@@ -1,12 +1,12 @@
 //! The store of claims: what it keeps, and the operations on it.
 
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
 
-use cni::machine::Machine;
-use cni::{Cidr, Code, Error};
+use cni::{Cidr, Result};
 use cni_linux::flock::Limit;
 use serde::{Deserialize, Serialize};
+
+use crate::pool::Block;
 
 /// The name that a store gives to a state of a record, and changes with every write of it
 /// (Kubernetes: `resourceVersion`; etcd: `mod_revision`).
@@ -64,47 +64,33 @@ pub struct Claim {
     pub absent_since: Option<String>,
 }
 
-/// Why an operation has no answer.
-#[derive(Debug)]
-pub enum Failure {
-    /// The operation may have taken effect, or may yet: no answer in time, a lost connection, or an
-    /// error that passes. The text names what was tried and the last answer.
-    Unknown(String),
-    /// The same, and the store asks to repeat the operation only after this time.
-    Busy(String, Duration),
-    /// The store refuses, and repeating does not help (code 103), or what the call needs cannot be
-    /// read (code 5 or 7).
-    Refused(Error),
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Failure {
-        Failure::Refused(error)
+impl Claim {
+    /// Returns the block.
+    pub fn block(&self) -> Block {
+        Block { first: self.first, last: self.last, pool: self.pool.clone() }
     }
 }
 
-/// An unknown outcome has code 11.
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Error {
-        match failure {
-            Failure::Unknown(text) | Failure::Busy(text, _) => Error::new(Code::TRY_AGAIN, text),
-            Failure::Refused(error) => error,
-        }
-    }
+/// A conditional change of the claim of one block.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Change {
+    /// Creates the claim of a block that has none.
+    Create,
+    /// Replaces the claim that still has this version.
+    Swap(Version),
+    /// Deletes the claim that still has this version.
+    Delete(Version),
 }
 
-/// What an operation answers.
-pub type Answer<T> = Result<T, Failure>;
-
-/// The outcome of a conditional change of one record.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The outcome of a change.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The change is made. The record has this version now.
-    Done(Version),
-    /// The record exists, but it was to be created, or has another version than expected.
-    Conflict,
-    /// The record does not exist.
+    /// The claim is written, and has this version now.
+    Written(Version),
+    /// The block has no claim.
     Absent,
+    /// Nothing has changed: the block has a claim, but with another version, or should have none.
+    Conflict,
 }
 
 /// What the cluster knows of a node.
@@ -118,88 +104,43 @@ pub enum NodeState {
     Unsupported,
 }
 
-/// How long [`repeat`] waits before it repeats an operation. A refused connection is refused again
-/// within microseconds.
-const PAUSE: Duration = Duration::from_millis(if cfg!(test) { 0 } else { 100 });
-
-/// Repeats an operation until its outcome is known, the deadline has come or a signal has arrived.
-/// Each operation may be repeated: it names the version that it means, or creates one record. Gives
-/// up at once if the store asks for a pause beyond the deadline.
+/// A store of claims. Reads are linearizable except [`Store::taken`].
+///
+/// An operation is repeated while its outcome is unknown: no answer in time, a lost connection, or
+/// an error that passes. It may be repeated, because it names the version that it means, or creates
+/// one record.
 ///
 /// # Errors
-/// The last failure. The text of an unknown outcome has the length of the limit.
-pub fn repeat<T>(
-    store: &mut dyn Store,
-    machine: &dyn Machine,
-    limit: Limit,
-    mut operation: impl FnMut(&mut dyn Store) -> Answer<T>,
-) -> Answer<T> {
-    loop {
-        match operation(store) {
-            Err(failure) => pause(failure, machine, limit)?,
-            answer => return answer,
-        }
-    }
-}
-
-/// Waits after a failure until the operation may be repeated.
-///
-/// # Errors
-/// The failure, if the operation must not be repeated.
-fn pause(failure: Failure, machine: &dyn Machine, limit: Limit) -> Answer<()> {
-    let (last, pause) = match failure {
-        Failure::Unknown(last) => (last, PAUSE),
-        Failure::Busy(last, pause) => (last, pause.max(PAUSE)),
-        Failure::Refused(_) => return Err(failure),
-    };
-    let end = machine.now() + pause;
-    if end >= limit.deadline {
-        return Err(Failure::Unknown(format!("{last}; gave up after {:.1} s", limit.length.as_secs_f32())));
-    }
-    while machine.now() < end {
-        if machine.terminated() {
-            return Err(Failure::Unknown(format!("{last}; interrupted by a signal")));
-        }
-        std::thread::sleep(PAUSE);
-    }
-    Ok(())
-}
-
-/// A store of claims. Reads are linearizable except [`Store::taken`]. An operation ends at the
-/// deadline or after a signal, with an unknown outcome; [`repeat`] decides about repetitions.
+/// - Code 11 at the deadline or after a signal: the operation may have taken effect, or may yet.
+///   Also for an answer that proves nothing.
+/// - Code 103 if the store refuses, and repeating does not help.
+/// - Code 5 or 7 if what the operation needs cannot be read.
 pub trait Store {
     /// Returns the name of this node in claims.
-    fn node(&mut self) -> Answer<String>;
+    fn node(&mut self) -> Result<String>;
 
-    /// Sets the time until which the following operations may wait, retries included.
-    fn set_deadline(&mut self, deadline: Instant);
+    /// Sets how long the following operations may take.
+    fn set_limit(&mut self, limit: Limit);
 
     /// Returns the names and contents of all pools.
-    fn pools(&mut self) -> Answer<Vec<(String, Pool)>>;
+    fn pools(&mut self) -> Result<Vec<(String, Pool)>>;
 
-    /// Creates a pool.
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome>;
+    /// Creates a pool. Returns `false` if the pool exists.
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool>;
 
-    /// Creates the claim of a block that has none.
-    fn create(&mut self, claim: &Claim) -> Answer<Outcome>;
+    /// Returns the claim of a block with its version.
+    fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>>;
 
-    /// Returns the claim of the block of `pool` that begins at `first`.
-    fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>>;
-
-    /// Replaces a claim that still has this version.
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome>;
-
-    /// Deletes the claim of a block that still has this version. Returns whether the block has no
-    /// claim now. If not, its claim has another version.
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool>;
+    /// Changes the claim of the block of `claim`. A deletion uses nothing else of `claim`.
+    fn change(&mut self, claim: &Claim, change: &Change) -> Result<Outcome>;
 
     /// Returns the claims of a node.
-    fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>>;
+    fn claims_of(&mut self, node: &str) -> Result<Vec<(Claim, Version)>>;
 
     /// Returns the first addresses of the claimed blocks of `pool` with their nodes, possibly of a
     /// moment ago: only for the choice of a candidate.
-    fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>>;
+    fn taken(&mut self, pool: &str) -> Result<Vec<(IpAddr, String)>>;
 
     /// Returns what the cluster knows of the node of this name.
-    fn node_state(&mut self, name: &str) -> Answer<NodeState>;
+    fn node_state(&mut self, name: &str) -> Result<NodeState>;
 }

@@ -12,11 +12,13 @@ use cni::machine::{Child, Machine, Output, RunError};
 use cni::rollback::Notes;
 use cni::{Code, Error, Result};
 use cni_ipam::ranges::{address, number};
-use cni_ipam::{RangeConf, RangeSet};
+use cni_ipam::{RangeConf, RangeSet, Shortage};
+use cni_linux::flock::Limit;
 
-use crate::cluster::{Cluster, InUse, Need, Network, Obtained, Opened};
+use crate::cluster::{Cluster, InUse, Network};
 use crate::ledger::{Host, Ledger};
-use crate::store::{Answer, Claim, Failure, NodeState, Outcome, Pool, Store, Version};
+use crate::pool::Block;
+use crate::store::{Change, Claim, NodeState, Outcome, Pool, Store, Version};
 
 /// What happens to one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,35 +66,26 @@ impl Memory {
         Version(self.versions.to_string())
     }
 
-    fn create(&mut self, claim: Claim) -> Outcome {
-        let version = self.next_version();
-        match self.claims.entry((claim.pool.clone(), claim.first)) {
-            std::collections::btree_map::Entry::Occupied(_) => Outcome::Conflict,
-            std::collections::btree_map::Entry::Vacant(free) => {
-                free.insert((claim, version.clone()));
-                Outcome::Done(version)
-            }
-        }
-    }
-
-    fn swap(&mut self, claim: Claim, version: &Version) -> Outcome {
+    fn change(&mut self, claim: Claim, change: &Change) -> Outcome {
         let next = self.next_version();
-        match self.claims.get_mut(&(claim.pool.clone(), claim.first)) {
-            Some(record) if record.1 == *version => {
-                assert_ne!(record.0, claim, "a swap without a change keeps the version in Kubernetes");
-                *record = (claim, next.clone());
-                Outcome::Done(next)
+        let key = (claim.pool.clone(), claim.first);
+        match (self.claims.get(&key), change) {
+            (Some((_, found)), Change::Delete(version)) if found == version => {
+                self.claims.remove(&key);
+                Outcome::Absent
             }
-            Some(_) => Outcome::Conflict,
-            None => Outcome::Absent,
+            (Some((record, found)), Change::Swap(version)) if found == version => {
+                assert_ne!(*record, claim, "a swap without a change keeps the version in Kubernetes");
+                self.claims.insert(key, (claim, next.clone()));
+                Outcome::Written(next)
+            }
+            (None, Change::Create) => {
+                self.claims.insert(key, (claim, next.clone()));
+                Outcome::Written(next)
+            }
+            (None, _) => Outcome::Absent,
+            (Some(_), _) => Outcome::Conflict,
         }
-    }
-
-    fn delete(&mut self, key: &(String, IpAddr), version: &Version) -> bool {
-        if self.claims.get(key).is_some_and(|(_, found)| found == version) {
-            self.claims.remove(key);
-        }
-        !self.claims.contains_key(key)
     }
 
     /// Lets one of the late requests take effect, chosen by a number. Whether there was one.
@@ -111,85 +104,94 @@ impl Memory {
     }
 }
 
+/// How often a request whose outcome is unknown is repeated in one call.
+const ATTEMPTS: usize = 40;
+
 /// A connection of one node to the store.
 struct MemoryStore {
     memory: Rc<RefCell<Memory>>,
     node: String,
+    limit: Limit,
+    /// How many requests of this call may still have an unknown outcome.
+    attempts: usize,
 }
 
 impl MemoryStore {
-    fn request<T>(&self, name: &'static str, apply: impl Fn(&mut Memory) -> T + 'static) -> Answer<T> {
+    /// Sends a request until its outcome is known.
+    fn request<T>(&mut self, name: &'static str, apply: impl Fn(&mut Memory) -> T + Clone + 'static) -> Result<T> {
         let memory = &mut *self.memory.borrow_mut();
-        memory.requests.push(name);
-        let unknown = || Err(Failure::Unknown("no answer from 192.0.2.1:443".to_owned()));
-        match memory.faults.pop_front().or(memory.fault).unwrap_or(Fault::None) {
-            Fault::None => Ok(apply(memory)),
-            Fault::Lost => unknown(),
-            Fault::Unanswered => {
-                apply(memory);
-                unknown()
+        loop {
+            memory.requests.push(name);
+            match memory.faults.pop_front().or(memory.fault).unwrap_or(Fault::None) {
+                Fault::None => return Ok(apply(memory)),
+                Fault::Lost => {}
+                Fault::Unanswered => drop(apply(memory)),
+                Fault::Late => {
+                    let apply = apply.clone();
+                    memory.late.push(Box::new(move |memory| drop(apply(memory))));
+                }
+                Fault::Refused => return Err(Error::new(Code(103), "401 Unauthorized")),
             }
-            Fault::Late => {
-                memory.late.push(Box::new(move |memory| drop(apply(memory))));
-                unknown()
+            self.attempts = self.attempts.saturating_sub(1);
+            if self.attempts == 0 {
+                let why = format!("gave up after {:.1} s", self.limit.length.as_secs_f32());
+                return Err(Error::new(Code::TRY_AGAIN, format!("no answer from 192.0.2.1:443; {why}")));
             }
-            Fault::Refused => Err(Failure::Refused(Error::new(Code(103), "401 Unauthorized"))),
         }
     }
 }
 
 impl Store for MemoryStore {
-    fn node(&mut self) -> Answer<String> {
+    fn node(&mut self) -> Result<String> {
         Ok(self.node.clone())
     }
-    fn set_deadline(&mut self, _: Instant) {}
-    fn pools(&mut self) -> Answer<Vec<(String, Pool)>> {
+    fn set_limit(&mut self, limit: Limit) {
+        (self.limit, self.attempts) = (limit, ATTEMPTS);
+    }
+    fn pools(&mut self) -> Result<Vec<(String, Pool)>> {
         self.request("pools", |memory| {
             let listed = memory.pools.clone().into_iter().collect();
             memory.pools.extend(memory.appearing.take());
             listed
         })
     }
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Answer<Outcome> {
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool> {
         let (name, pool) = (name.to_owned(), pool.clone());
         self.request("create pool", move |memory| {
-            if memory.pools.contains_key(&name) {
-                return Outcome::Conflict;
+            let is_new = !memory.pools.contains_key(&name);
+            if is_new {
+                memory.pools.insert(name.clone(), pool.clone());
             }
-            memory.pools.insert(name.clone(), pool.clone());
-            Outcome::Done(memory.next_version())
+            is_new
         })
     }
-    fn create(&mut self, claim: &Claim) -> Answer<Outcome> {
-        let claim = claim.clone();
-        self.request("create", move |memory| memory.create(claim.clone()))
-    }
-    fn get(&mut self, pool: &str, first: IpAddr) -> Answer<Option<(Claim, Version)>> {
-        let key = (pool.to_owned(), first);
+    fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>> {
+        let key = (block.pool.clone(), block.first);
         self.request("get", move |memory| memory.claims.get(&key).cloned())
     }
-    fn swap(&mut self, claim: &Claim, version: &Version) -> Answer<Outcome> {
-        let (claim, version) = (claim.clone(), version.clone());
-        self.request("swap", move |memory| memory.swap(claim.clone(), &version))
+    fn change(&mut self, claim: &Claim, change: &Change) -> Result<Outcome> {
+        let (claim, change) = (claim.clone(), change.clone());
+        let name = match change {
+            Change::Create => "create",
+            Change::Swap(_) => "swap",
+            Change::Delete(_) => "delete",
+        };
+        self.request(name, move |memory| memory.change(claim.clone(), &change))
     }
-    fn delete(&mut self, pool: &str, first: IpAddr, version: &Version) -> Answer<bool> {
-        let (key, version) = ((pool.to_owned(), first), version.clone());
-        self.request("delete", move |memory| memory.delete(&key, &version))
-    }
-    fn claims_of(&mut self, node: &str) -> Answer<Vec<(Claim, Version)>> {
+    fn claims_of(&mut self, node: &str) -> Result<Vec<(Claim, Version)>> {
         let node = node.to_owned();
         self.request("claims", move |memory| {
             memory.claims.values().filter(|(claim, _)| claim.node == node).cloned().collect()
         })
     }
-    fn taken(&mut self, pool: &str) -> Answer<Vec<(IpAddr, String)>> {
+    fn taken(&mut self, pool: &str) -> Result<Vec<(IpAddr, String)>> {
         let pool = pool.to_owned();
         self.request("taken", move |memory| {
             let claims = memory.claims.values().filter(|(claim, _)| claim.pool == pool);
             claims.map(|(claim, _)| (claim.first, claim.node.clone())).collect()
         })
     }
-    fn node_state(&mut self, name: &str) -> Answer<NodeState> {
+    fn node_state(&mut self, name: &str) -> Result<NodeState> {
         let name = name.to_owned();
         self.request("node", move |memory| match &memory.nodes {
             None => NodeState::Unsupported,
@@ -279,15 +281,23 @@ impl TestNode {
     fn call_with<T>(&self, sets: &[RangeSet], function: impl FnOnce(&mut Cluster<'_>) -> T) -> T {
         let machine = TestMachine::default();
         let notes = Rc::clone(&self.notes);
-        let open = || {
-            self.memory.borrow_mut().opened += 1;
-            let store = Box::new(MemoryStore { memory: Rc::clone(&self.memory), node: self.name.clone() });
-            Ok(Opened { store, timeout: self.timeout })
-        };
-        let network =
-            Network { name: "net", sidecar: self.sidecar(), layer2: self.layer2, block_size: self.block_size, sets };
-        let notes = Notes::new(move |note| notes.borrow_mut().push(note.to_owned()));
-        function(&mut Cluster::new(network, self.host.clone(), &machine, notes, &open))
+        function(&mut Cluster::new(Network {
+            name: "net",
+            sidecar: self.sidecar(),
+            layer2: self.layer2.to_owned(),
+            block_size: self.block_size,
+            sets,
+            host: self.host.clone(),
+            machine: &machine,
+            notes: Notes::new(move |note| notes.borrow_mut().push(note.to_owned())),
+            open: Box::new(|| {
+                self.memory.borrow_mut().opened += 1;
+                let limit = Limit { deadline: Instant::now(), length: Duration::ZERO };
+                let (memory, node) = (Rc::clone(&self.memory), self.name.clone());
+                Ok((Box::new(MemoryStore { memory, node, limit, attempts: 0 }), self.timeout))
+            }),
+            lock_reservations: Box::new(|| self.list()),
+        }))
     }
 
     pub(crate) fn list(&self) -> Result<InUse> {
@@ -298,22 +308,17 @@ impl TestNode {
     pub(crate) fn add_in(&self, position: usize, requested: Option<IpAddr>) -> Result<IpAddr> {
         self.call(|cluster| {
             loop {
-                let need = match cluster.held()? {
-                    None => Need::Verification,
-                    Some(spans) => match (self.free(&self.sets[position], &spans, requested), requested) {
-                        (Some(address), _) => {
+                let shortage = match cluster.held()? {
+                    None => None,
+                    Some(spans) => match self.free(&self.sets[position], &spans, requested) {
+                        Some(address) => {
                             assert!(self.reserved.borrow_mut().insert(address));
                             return Ok(address);
                         }
-                        (None, Some(address)) => Need::Address(address),
-                        (None, None) => Need::Set(position),
+                        None => Some(Shortage { set: position, requested }),
                     },
                 };
-                match cluster.obtain(need, &mut || self.list())? {
-                    Obtained::Changed => {}
-                    Obtained::Exhausted(text) => return Err(Error::new(Code::TRY_AGAIN, text)),
-                    Obtained::Taken(text) => return Err(Error::new(Code::CONFLICT, text)),
-                }
+                cluster.obtain(shortage)?;
             }
         })
     }
@@ -339,12 +344,17 @@ impl TestNode {
     /// Deletes a container. DEL has no ranges.
     pub(crate) fn del(&self, address: IpAddr) {
         assert!(self.reserved.borrow_mut().remove(&address));
-        self.call_with(&[], |cluster| cluster.give_back(Some(&[address]), &mut || self.list()));
+        self.call_with(&[], |cluster| self.note(cluster.give_back(Some(&[address]))));
     }
 
     /// Collects garbage.
     pub(crate) fn gc(&self) {
-        self.call(|cluster| cluster.give_back(None, &mut || self.list()));
+        self.call(|cluster| self.note(cluster.give_back(None)));
+    }
+
+    /// Writes an error as a note.
+    fn note(&self, outcome: Result<()>) {
+        self.notes.borrow_mut().extend(outcome.err().map(|error| error.to_string()));
     }
 
     /// Boots the machine again, without containers.

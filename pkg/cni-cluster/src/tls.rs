@@ -8,36 +8,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use cni::{Code, Error, Result};
-use rustls::crypto::ring::{ALL_KX_GROUPS, cipher_suite, sign};
-use rustls::crypto::{
-    CipherSuiteCommon, CryptoProvider, GetRandomFailed, KeyProvider, SecureRandom, WebPkiSupportedAlgorithms,
-};
+use rustls::crypto::ring::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384};
+use rustls::crypto::ring::{ALL_KX_GROUPS, sign};
+use rustls::crypto::{CryptoProvider, GetRandomFailed, KeyProvider, SecureRandom, WebPkiSupportedAlgorithms};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::SigningKey;
-use rustls::{ClientConfig, RootCertStore, SignatureScheme, SupportedCipherSuite, Tls13CipherSuite};
+use rustls::{ClientConfig, RootCertStore, SignatureScheme};
 use webpki::ring as algorithm;
 
 use crate::conf::{Conf, Credentials, read};
 
 /// The signatures of certificates and handshakes.
 static ALGORITHMS: WebPkiSupportedAlgorithms = WebPkiSupportedAlgorithms {
-    all: &[
-        algorithm::ECDSA_P256_SHA256,
-        algorithm::ECDSA_P256_SHA384,
-        algorithm::ECDSA_P384_SHA256,
-        algorithm::ECDSA_P384_SHA384,
-        algorithm::ED25519,
-        algorithm::RSA_PSS_2048_8192_SHA256_LEGACY_KEY,
-        algorithm::RSA_PSS_2048_8192_SHA384_LEGACY_KEY,
-        algorithm::RSA_PSS_2048_8192_SHA512_LEGACY_KEY,
-        algorithm::RSA_PKCS1_2048_8192_SHA256,
-        algorithm::RSA_PKCS1_2048_8192_SHA384,
-        algorithm::RSA_PKCS1_2048_8192_SHA512,
-        algorithm::RSA_PKCS1_2048_8192_SHA256_ABSENT_PARAMS,
-        algorithm::RSA_PKCS1_2048_8192_SHA384_ABSENT_PARAMS,
-        algorithm::RSA_PKCS1_2048_8192_SHA512_ABSENT_PARAMS,
-    ],
+    all: webpki::ALL_VERIFICATION_ALGS,
     mapping: &[
         (SignatureScheme::ECDSA_NISTP384_SHA384, &[algorithm::ECDSA_P384_SHA384]),
         (SignatureScheme::ECDSA_NISTP256_SHA256, &[algorithm::ECDSA_P256_SHA256]),
@@ -50,17 +34,6 @@ static ALGORITHMS: WebPkiSupportedAlgorithms = WebPkiSupportedAlgorithms {
         (SignatureScheme::RSA_PKCS1_SHA256, &[algorithm::RSA_PKCS1_2048_8192_SHA256]),
     ],
 };
-
-static AES_256: Tls13CipherSuite = without_quic(cipher_suite::TLS13_AES_256_GCM_SHA384);
-static AES_128: Tls13CipherSuite = without_quic(cipher_suite::TLS13_AES_128_GCM_SHA256);
-
-/// Returns the suite without its code for QUIC, which would be linked although nothing calls it.
-const fn without_quic(suite: SupportedCipherSuite) -> Tls13CipherSuite {
-    let Some(&Tls13CipherSuite { ref common, hkdf_provider, aead_alg, .. }) = suite.tls13() else { panic!() };
-    let &CipherSuiteCommon { suite, hash_provider, confidentiality_limit } = common;
-    let common = CipherSuiteCommon { suite, hash_provider, confidentiality_limit };
-    Tls13CipherSuite { common, hkdf_provider, aead_alg, quic: None }
-}
 
 /// The source of random numbers, and the decoder of private keys.
 #[derive(Debug)]
@@ -93,7 +66,7 @@ pub(crate) fn config(conf: &Conf) -> Result<Arc<ClientConfig>> {
         return Err(wrong(&conf.ca_file, &"its certificates cannot be used"));
     }
     let provider = CryptoProvider {
-        cipher_suites: vec![SupportedCipherSuite::Tls13(&AES_256), SupportedCipherSuite::Tls13(&AES_128)],
+        cipher_suites: vec![TLS13_AES_256_GCM_SHA384, TLS13_AES_128_GCM_SHA256],
         kx_groups: ALL_KX_GROUPS.to_vec(),
         signature_verification_algorithms: ALGORITHMS,
         secure_random: &Ring,

@@ -6,10 +6,11 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use cni_cluster::store::{NodeState, Outcome};
+use cni_cluster::pool::Block;
+use cni_cluster::store::{Change, NodeState, Outcome};
 use cni_testkit::cluster::{Authority, Etcd};
 use cni_testkit::{Node, patience, probe, require};
-use common::{address, claim, create, create_pool, keeps_the_contract, open, open_for, refused, unknown};
+use common::{address, claim, create, create_pool, keeps_the_contract, limit, open, open_for, refused, unknown};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -41,7 +42,7 @@ fn a_claim_needs_its_pool() {
     node.enter(|| {
         let mut store = open(&etcd.node_file("node1"));
         let own = claim(POOL, "10.61.0.64", "node1");
-        assert!(unknown(store.create(&own)).contains("its pool has been deleted"));
+        assert!(unknown(store.change(&own, &Change::Create)).contains("its pool has been deleted"));
         create_pool(&mut *store, POOL, "10.61.0.0/16");
         create(&mut *store, &own);
         // Two pools of which one's name begins with the other's.
@@ -60,10 +61,13 @@ fn damaged_records_do_not_count_as_claims() {
         create_pool(&mut *store, POOL, "10.61.0.0/16");
         create(&mut *store, &claim(POOL, "10.61.0.64", "node1"));
         etcd.control(&["put", &format!("/cni/blocks/{POOL}/10.61.0.65"), "garbage"]);
-        assert!(unknown(store.get(POOL, address("10.61.0.65"))).contains("/cni/blocks/10.61.0.0-16/10.61.0.65"));
+        assert!(
+            unknown(store.get(&Block::of(POOL, 1, address("10.61.0.65"))))
+                .contains("/cni/blocks/10.61.0.0-16/10.61.0.65")
+        );
         assert_eq!(store.claims_of("node1").unwrap().len(), 1);
         assert_eq!(store.taken(POOL).unwrap().len(), 1);
-        assert_eq!(store.create(&claim(POOL, "10.61.0.65", "node1")).unwrap(), Outcome::Conflict);
+        assert_eq!(store.change(&claim(POOL, "10.61.0.65", "node1"), &Change::Create).unwrap(), Outcome::Conflict);
     });
 }
 
@@ -108,7 +112,7 @@ fn another_member_answers_for_one_that_is_gone() {
             let (begin, mut store) = (Instant::now(), open(&file));
             // The first request may fail, and an election takes some seconds.
             loop {
-                store.set_deadline(Instant::now() + Duration::from_secs(3));
+                store.set_limit(limit(3000));
                 let Err(error) = store.pools() else { break };
                 assert!(begin.elapsed() < patience(Duration::from_secs(20)), "{error:?}");
                 std::thread::sleep(Duration::from_millis(50));
@@ -126,5 +130,5 @@ fn another_member_answers_for_one_that_is_gone() {
     node.enter(all_answer);
     // Without a majority nothing is claimed, and the failure may pass.
     etcd.kill(0);
-    node.enter(|| unknown(open_for(&file, 2000).create(&claim(POOL, "10.61.0.64", "node1"))));
+    node.enter(|| unknown(open_for(&file, 2000).change(&claim(POOL, "10.61.0.64", "node1"), &Change::Create)));
 }

@@ -12,12 +12,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cni_cluster::conf::Conf;
-use cni_cluster::store::{Claim, NodeState, Outcome, Store, Version, repeat};
-use cni_linux::flock::Limit;
+use cni_cluster::pool::Block;
+use cni_cluster::store::{Change, Claim, NodeState, Outcome, Store, Version};
 use cni_testkit::cluster::{ApiServer, Authority, Fault};
 use cni_testkit::{patience, unprovoked};
 use common::{
-    QUIET, TestMachine, address, claim, create, create_pool, keeps_the_contract, open, open_for, refused, unknown,
+    QUIET, TestMachine, address, claim, create, create_pool, delete, keeps_the_contract, limit, open, open_for,
+    refused, swap, unknown,
 };
 use serde_json::{Value, json};
 
@@ -107,7 +108,8 @@ fn a_real_server_keeps_the_contract() {
         let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
         let layer2 = format!("t{number}-{time}");
         keeps_the_contract(&mut *store, "node1", &layer2);
-        let (code, text) = refused(store.create(&claim(&format!("{layer2}.10.61.0.0-24"), "10.61.0.64", "node2")));
+        let (code, text) =
+            refused(store.change(&claim(&format!("{layer2}.10.61.0.0-24"), "10.61.0.64", "node2"), &Change::Create));
         assert!(code == 103 && text.contains("HTTP 422") && text.contains("node node1 may only claim"), "{text}");
         assert!(matches!(store.node_state("no-such-node").unwrap(), NodeState::Absent(now) if now > 1_795_000_000));
     }
@@ -128,7 +130,7 @@ fn one_request_claims_a_block() {
 #[test]
 fn a_claim_of_another_node_is_refused_with_its_text() {
     let (server, _, mut store) = node1();
-    let (code, text) = refused(store.create(&claim(POOL, "10.61.0.64", "node2")));
+    let (code, text) = refused(store.change(&claim(POOL, "10.61.0.64", "node2"), &Change::Create));
     assert!(code == 103 && text.contains("HTTP 422") && text.contains("node node1 may only claim"), "{text}");
     assert!(server.specs("ipblocks").is_empty());
 }
@@ -141,10 +143,10 @@ fn a_claim_that_another_node_has_now_counts_as_changed() {
     server.delete("ipblocks", "10.61.0.0-24.10.61.0.64");
     create(&mut *open(&server.node_file("node2", server.listen())), &claim(POOL, "10.61.0.64", "node2"));
     // The server compares the version before the policy refuses.
-    assert_eq!(store.swap(&own, &version).unwrap(), Outcome::Conflict);
-    assert!(!store.delete(POOL, own.first, &version).unwrap());
-    let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
-    assert_eq!(refused(store.delete(POOL, own.first, &version)).0, 103);
+    assert_eq!(swap(&mut *store, &own, &version).unwrap(), Outcome::Conflict);
+    assert_eq!(delete(&mut *store, &own, &version).unwrap(), Outcome::Conflict);
+    let (_, version) = store.get(&own.block()).unwrap().unwrap();
+    assert_eq!(refused(delete(&mut *store, &own, &version)).0, 103);
 }
 
 #[test]
@@ -153,7 +155,7 @@ fn a_reserved_claim_has_no_node() {
     let spec = json!({"pool": POOL, "first": "10.61.0.1", "last": "10.61.0.1"});
     server.write("ipblocks", "10.61.0.0-24.10.61.0.1", &spec);
     assert_eq!(store.taken(POOL).unwrap(), [(address("10.61.0.1"), String::new())]);
-    assert_eq!(store.get(POOL, address("10.61.0.1")).unwrap().unwrap().0.node, "");
+    assert_eq!(store.get(&Block::of(POOL, 1, address("10.61.0.1"))).unwrap().unwrap().0.node, "");
 }
 
 #[test]
@@ -192,11 +194,11 @@ fn statuses_that_do_not_pass_are_refused_with_their_text() {
         |reason: &str| json!({"kind": "Status", "message": format!("why: {reason}"), "reason": reason}).to_string();
     for (code, reason) in [(400, "BadRequest"), (401, "Unauthorized"), (403, "Forbidden"), (422, "Invalid")] {
         always(&server, code, &status(reason));
-        let (number, text) = refused(store.create(&own));
+        let (number, text) = refused(store.change(&own, &Change::Create));
         assert!(number == 103 && text.contains(&format!("HTTP {code}: why: {reason}")), "{text}");
-        assert_eq!(refused(store.get(POOL, own.first)).0, 103);
+        assert_eq!(refused(store.get(&own.block())).0, 103);
         assert_eq!(refused(store.claims_of("node1")).0, 103);
-        assert_eq!(refused(store.delete(POOL, own.first, &Version("1".to_owned()))).0, 103);
+        assert_eq!(refused(delete(&mut *store, &own, &Version("1".to_owned()))).0, 103);
     }
     // A redirect is not followed.
     always(&server, 301, "moved");
@@ -208,7 +210,8 @@ fn statuses_that_pass_are_unknown() {
     let (server, _, mut store) = node1();
     for code in [408, 429, 500, 502, 503, 504] {
         always(&server, code, "busy");
-        let text = unknown(store.create(&claim(POOL, "10.61.0.64", "node1")));
+        store.set_limit(limit(300));
+        let text = unknown(store.change(&claim(POOL, "10.61.0.64", "node1"), &Change::Create));
         assert!(text.contains(&format!("HTTP {code}: busy")) && text.contains("POST https://127.0.0.1:"), "{text}");
     }
 }
@@ -216,21 +219,18 @@ fn statuses_that_pass_are_unknown() {
 #[test]
 fn a_busy_server_is_asked_again_after_the_time_it_names() {
     let (server, file, _) = node1();
-    let limit = |milliseconds| {
-        let length = Duration::from_millis(milliseconds);
-        Limit { deadline: Instant::now() + length, length }
-    };
     for status in [429, 503] {
         server.take_requests();
         once(&server, "GET", Fault::Answer(status, "Retry-After: 1\r\n", "busy".to_owned()));
         let begin = Instant::now();
         let mut store = open_for(&file, 20_000);
-        repeat(&mut *store, &QUIET, limit(20_000), |store| store.pools()).unwrap();
+        store.pools().unwrap();
         assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
         assert_eq!(server.take_requests().len(), 2);
         // Beyond the deadline, nothing is sent again.
         once(&server, "GET", Fault::Answer(status, "Retry-After: 60\r\n", "busy".to_owned()));
-        let text = unknown(repeat(&mut *store, &QUIET, limit(3000), |store| store.pools()));
+        store.set_limit(limit(3000));
+        let text = unknown(store.pools());
         assert!(text.contains(&format!("HTTP {status}: busy; gave up after 3.0 s")), "{text}");
         assert_eq!(server.take_requests().len(), 1);
     }
@@ -242,7 +242,10 @@ fn a_busy_server_is_asked_again_after_the_time_it_names() {
             std::thread::sleep(Duration::from_millis(300));
             machine.terminated.store(true, Ordering::Relaxed);
         });
-        unknown(repeat(&mut *open_for(&file, 60_000), &machine, limit(60_000), |store| store.pools()))
+        let conf = Conf::parse(file.to_string().as_bytes()).unwrap();
+        let mut store = cni_cluster::open(&conf, &machine).unwrap();
+        store.set_limit(limit(60_000));
+        unknown(store.pools())
     });
     assert!(text.contains("HTTP 429: busy; interrupted by a signal"), "{text}");
 }
@@ -251,7 +254,7 @@ fn a_busy_server_is_asked_again_after_the_time_it_names() {
 fn a_server_without_the_kinds_names_what_to_install() {
     let (server, _, mut store) = node1();
     server.uninstall();
-    let (code, text) = refused(store.create(&claim(POOL, "10.61.0.64", "node1")));
+    let (code, text) = refused(store.change(&claim(POOL, "10.61.0.64", "node1"), &Change::Create));
     assert!(
         code == 103 && text.contains("HTTP 404: the API group ipam.cni-plugins-rust.dev is not installed"),
         "{text}"
@@ -270,38 +273,35 @@ fn a_status_that_does_not_fit_the_request_proves_nothing() {
     let text = unknown(store.node_state("node2"));
     assert!(text.contains("HTTP 409"), "{text}");
     once(&server, "POST", status(404, "NotFound"));
-    let text = unknown(store.create(&claim(POOL, "10.61.0.64", "node1")));
+    let text = unknown(store.change(&claim(POOL, "10.61.0.64", "node1"), &Change::Create));
     assert!(text.contains("HTTP 404"), "{text}");
 }
 
 #[test]
-fn the_outcome_of_a_lost_answer_is_found_by_the_next_request() {
+fn a_repeated_request_finds_the_outcome_of_a_lost_answer() {
     let (server, _, mut store) = node1();
     let own = claim(POOL, "10.61.0.64", "node1");
     for fault in [Fault::LoseAnswer, Fault::Truncate] {
         once(&server, "POST", fault.clone());
-        unknown(store.create(&own));
-        assert_eq!(store.create(&own).unwrap(), Outcome::Conflict);
-        let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
+        assert_eq!(store.change(&own, &Change::Create).unwrap(), Outcome::Conflict);
+        let (_, version) = store.get(&own.block()).unwrap().unwrap();
         once(&server, "PUT", fault.clone());
         let newer = Claim { nonce: "fedcba9876543210".to_owned(), ..own.clone() };
-        unknown(store.swap(&newer, &version));
-        assert_eq!(store.swap(&newer, &version).unwrap(), Outcome::Conflict);
-        let (_, version) = store.get(POOL, own.first).unwrap().unwrap();
+        assert_eq!(swap(&mut *store, &newer, &version).unwrap(), Outcome::Conflict);
+        let (_, version) = store.get(&own.block()).unwrap().unwrap();
         once(&server, "DELETE", fault);
-        unknown(store.delete(POOL, own.first, &version));
-        assert_eq!(store.get(POOL, own.first).unwrap(), None);
-        assert!(store.delete(POOL, own.first, &version).unwrap());
+        assert_eq!(delete(&mut *store, &own, &version).unwrap(), Outcome::Absent);
+        assert_eq!(store.get(&own.block()).unwrap(), None);
     }
 }
 
 #[test]
-fn a_lost_request_can_be_repeated() {
+fn a_lost_request_is_repeated() {
     let (server, _, mut store) = node1();
     once(&server, "POST", Fault::LoseRequest);
-    let own = claim(POOL, "10.61.0.64", "node1");
-    unknown(store.create(&own));
-    create(&mut *store, &own);
+    server.take_requests();
+    create(&mut *store, &claim(POOL, "10.61.0.64", "node1"));
+    assert!(!server.take_requests().is_empty());
 }
 
 #[test]
@@ -309,13 +309,16 @@ fn a_late_delete_does_not_remove_a_newer_version() {
     let (server, file, mut store) = node1();
     let own = claim(POOL, "10.61.0.64", "node1");
     let version = create(&mut *store, &own);
-    once(&server, "DELETE", Fault::Late(Duration::from_millis(300)));
-    unknown(store.delete(POOL, own.first, &version));
+    // The first request is late, and its repetitions are lost.
+    let mut late = Some(Fault::Late(Duration::from_millis(300)));
+    server.decide(move |request| request.starts_with("DELETE").then(|| late.take().unwrap_or(Fault::LoseRequest)));
+    store.set_limit(limit(200));
+    unknown(delete(&mut *store, &own, &version));
     let mut other = open(&file);
     let newer = Claim { nonce: "fedcba9876543210".to_owned(), ..own.clone() };
-    assert!(matches!(other.swap(&newer, &version).unwrap(), Outcome::Done(_)));
+    assert!(matches!(swap(&mut *other, &newer, &version).unwrap(), Outcome::Written(_)));
     std::thread::sleep(patience(Duration::from_millis(600)));
-    assert!(other.get(POOL, own.first).unwrap().is_some());
+    assert!(other.get(&own.block()).unwrap().is_some());
 }
 
 #[test]
@@ -389,8 +392,11 @@ fn hostile_answers_are_unknown() {
     ] {
         let bytes = answer.as_bytes().to_vec();
         server.decide(move |_| Some(Fault::Bytes(bytes.clone())));
+        store.set_limit(limit(150));
         unknown(store.pools());
-        unknown(store.create(&claim(POOL, "10.61.0.64", "node1")));
+        store.set_limit(limit(150));
+        unknown(store.change(&claim(POOL, "10.61.0.64", "node1"), &Change::Create));
+        store.set_limit(limit(150));
         unknown(store.taken(POOL));
     }
 }
@@ -529,9 +535,7 @@ fn four_nodes_get_each_block_once() {
                 let mut store = open(&file);
                 let attempt = |block: u8| {
                     let own = claim(POOL, &format!("10.61.0.{block}"), &name);
-                    while let Err(failure) = store.create(&own) {
-                        assert!(matches!(failure, cni_cluster::store::Failure::Unknown(_)), "{failure:?}");
-                    }
+                    store.change(&own, &Change::Create).unwrap();
                 };
                 (1..50).for_each(attempt);
                 store.claims_of(&name).unwrap().len()

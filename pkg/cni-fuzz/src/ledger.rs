@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use cni_cluster::ledger::{Action, Entry, Holder, Ledger, Seen, State};
 use cni_cluster::pool::Block;
-use cni_cluster::store::Version;
+use cni_cluster::store::{Change, Outcome, Version};
 
 /// Runs the target with one input.
 pub fn run(data: &[u8]) {
@@ -16,7 +16,7 @@ pub fn run(data: &[u8]) {
     for end in (0..written.len()).step_by(1 + written.len() / 100) {
         assert_eq!(Ledger::parse(&written.as_bytes()[..end]), None, "cut at {end} of {written}");
     }
-    let spans = ledger.spans();
+    let spans = ledger.spans(|_| true);
     assert!(spans.is_sorted() && spans.iter().all(|(first, last)| first <= last), "{spans:?}");
     assert!(ledger.surplus(&[], None, &|_| true).len() <= spans.len());
     let blocks: BTreeSet<&Block> = ledger.entries().iter().map(|entry| &entry.block).collect();
@@ -24,7 +24,7 @@ pub fn run(data: &[u8]) {
     for Entry { block, .. } in ledger.entries() {
         let own = Seen::Own(Version("1".to_owned()));
         let other = Seen::Other(Holder { node: "n".to_owned(), network: "net".to_owned() });
-        for seen in [Seen::Unread, Seen::Changed, Seen::Absent, own, other] {
+        for seen in [Seen::Unread, Seen::Outcome(Outcome::Conflict), Seen::Outcome(Outcome::Absent), own, other] {
             settle(&mut ledger.clone(), block, seen);
         }
     }
@@ -38,8 +38,8 @@ fn settle(ledger: &mut Ledger, block: &Block, mut seen: Seen) {
                 let state = ledger.state(block);
                 return assert!(!matches!(state, Some(State::Claiming | State::Releasing(_))), "{state:?}");
             }
-            Action::Get | Action::Delete(_) => Seen::Absent,
-            Action::Create | Action::Swap(_) => Seen::Written(Version("2".to_owned())),
+            Action::Get | Action::Change(Change::Delete(_)) => Seen::Outcome(Outcome::Absent),
+            Action::Change(_) => Seen::Outcome(Outcome::Written(Version("2".to_owned()))),
         };
     }
     panic!("{block} still needs a request: {ledger:?}");

@@ -17,12 +17,12 @@ use cni::json::{Json, UnknownKey};
 use cni::machine::Machine;
 use cni::skel::{Added, Call, Plugin, Role};
 use cni::{Code, Error, Result};
-use cni_cluster::cluster::{Cluster, InUse, Need, Network, Obtained, Opened};
+use cni_cluster::cluster::{Cluster, InUse, Network};
 use cni_cluster::conf::{self, Conf};
 use cni_cluster::ledger::{Host, Ledger};
 use cni_cluster::pool;
 use cni_cluster::store::Store;
-use cni_ipam::{Lease, RangeSet, Shortage, allocator};
+use cni_ipam::{Lease, RangeSet, allocator};
 use plugin_host_local::{HostLocal, Pool, Request, Reservations};
 use serde::Deserialize;
 
@@ -70,26 +70,35 @@ impl Keys {
 }
 
 impl ClusterLocal {
-    /// Runs `work` with the blocks of the call's network.
+    /// Returns the blocks of the call's network.
     ///
     /// # Errors
-    /// - Code 7 if a key is invalid; 5 if the boot's ID cannot be read.
-    /// - The error of `work`.
-    fn with_blocks<T>(
+    /// Code 7 if a key is invalid; 5 if the boot's ID cannot be read.
+    fn blocks<'a>(
         &self,
-        call: &Call<'_>,
-        reservations: &Reservations<'_>,
-        sets: &[RangeSet],
-        work: impl FnOnce(&mut Cluster<'_>) -> Result<T>,
-    ) -> Result<T> {
-        let keys = Keys::read(&call.conf)?;
-        let open = || {
-            let conf = Conf::read(keys.node_file())?;
-            Ok(Opened { store: (self.open)(&conf, call.machine)?, timeout: conf.timeout })
-        };
-        let (name, sidecar) = (call.conf.name(), reservations.sidecar().to_owned());
-        let network = Network { name, sidecar, layer2: &keys.layer2, block_size: keys.block_size, sets };
-        work(&mut Cluster::new(network, Host::read(Path::new("/"))?, call.machine, call.notes.clone(), &open))
+        call: &'a Call<'_>,
+        reservations: &'a Reservations<'a>,
+        sets: &'a [RangeSet],
+    ) -> Result<Cluster<'a>> {
+        let (keys, open) = (Keys::read(&call.conf)?, self.open);
+        Ok(Cluster::new(Network {
+            name: call.conf.name(),
+            sidecar: reservations.sidecar().to_owned(),
+            layer2: keys.layer2.clone(),
+            block_size: keys.block_size,
+            sets,
+            host: Host::read(Path::new("/"))?,
+            machine: call.machine,
+            notes: call.notes.clone(),
+            open: Box::new(move || {
+                let conf = Conf::read(keys.node_file())?;
+                Ok((open(&conf, call.machine)?, conf.timeout))
+            }),
+            lock_reservations: Box::new(|| {
+                let mut locked = reservations.lock()?;
+                Ok(InUse { addresses: locked.occupied()?, lock: Box::new(locked) })
+            }),
+        }))
     }
 
     /// Gives the blocks back that DEL or GC has emptied. An error is a note: DEL succeeds without
@@ -101,12 +110,9 @@ impl ClusterLocal {
         sets: &[RangeSet],
         released: Option<&[IpAddr]>,
     ) {
-        let outcome = self.with_blocks(call, reservations, sets, |cluster| {
-            cluster.give_back(released, &mut || in_use(reservations));
-            Ok(())
-        });
-        if let Err(error) = outcome {
-            call.notes.note(format_args!("no block is given back: {error}"));
+        let blocks = self.blocks(call, reservations, sets);
+        if let Err(error) = blocks.and_then(|mut blocks| blocks.give_back(released)) {
+            call.notes.note(format_args!("failed to give back the claims of empty blocks: {error}"));
         }
     }
 }
@@ -134,11 +140,10 @@ impl Plugin for ClusterLocal {
 
     fn add<'a>(&self, call: &'a Call<'_>) -> Result<Added<'a>> {
         plugin_host_local::add_with(call, |request| {
-            self.with_blocks(call, &request.reservations, request.sets.sets(), |cluster| {
-                let lease = reserve(request, cluster)?;
-                note_lost(call, &request.reservations, cluster.ledger());
-                Ok(lease)
-            })
+            let mut blocks = self.blocks(call, &request.reservations, request.sets.sets())?;
+            let lease = reserve(request, &mut blocks)?;
+            note_lost(call, &request.reservations, blocks.ledger());
+            Ok(lease)
         })
     }
 
@@ -170,7 +175,7 @@ impl Plugin for ClusterLocal {
         let reservations = Reservations::read(call)?;
         let ledger = Ledger::read(reservations.sidecar());
         note_lost(call, &reservations, &ledger);
-        let (occupied, blocks) = (reservations.occupied(), ledger.spans());
+        let (occupied, blocks) = (reservations.occupied(), ledger.spans(|_| true));
         for set in Pool::read(&call.conf, &call.notes)?.ranges.iter().flat_map(|sets| sets.sets()) {
             if !allocator::has_free(set, &blocks, &occupied) {
                 call.notes
@@ -184,40 +189,21 @@ impl Plugin for ClusterLocal {
 /// Reserves the addresses of an ADD from the node's blocks, and claims blocks until they suffice.
 ///
 /// # Errors
-/// - Those of host-local's ADD.
-/// - Those of [`Cluster::obtain`]; code 11 if a set has no free address in the cluster, 102 if a
-///   requested address is in a block of another node. These begin with Go's texts.
-fn reserve(request: &Request<'_>, cluster: &mut Cluster<'_>) -> Result<Lease> {
+/// Those of host-local's ADD and of [`Cluster::obtain`].
+fn reserve(request: &Request<'_>, blocks: &mut Cluster<'_>) -> Result<Lease> {
     let Request { reservations, owner, sets, requested } = request;
     loop {
         let mut locked = reservations.lock()?;
-        let (set, need) = match cluster.held()? {
-            None => (0, Need::Verification),
-            Some(blocks) => match locked.reserve_in(owner, sets, requested, &blocks)? {
+        let shortage = match blocks.held()? {
+            Some(held) => match locked.reserve_in(owner, sets, requested, &held)? {
                 Ok(lease) => return Ok(lease),
-                Err(Shortage { set, requested }) => (set, requested.map_or(Need::Set(set), Need::Address)),
+                Err(shortage) => Some(shortage),
             },
+            None => None,
         };
         drop(locked);
-        let ranges = &sets.sets()[set];
-        let (code, msg) = match (cluster.obtain(need, &mut || in_use(reservations))?, need) {
-            (Obtained::Changed, _) => continue,
-            (Obtained::Taken(holder), Need::Address(address)) => {
-                let msg = format!("requested IP address {address} is not available in range set {ranges}: {holder}");
-                (Code::CONFLICT, msg)
-            }
-            (Obtained::Exhausted(why) | Obtained::Taken(why), _) => {
-                (Code::TRY_AGAIN, format!("no IP addresses available in range set: {ranges}; {why}"))
-            }
-        };
-        return Err(Error::new(code, format!("failed to allocate for range {set}: {msg}")));
+        blocks.obtain(shortage)?;
     }
-}
-
-/// Locks the reservations and lists them.
-fn in_use(reservations: &Reservations<'_>) -> Result<InUse> {
-    let mut locked = reservations.lock()?;
-    Ok(InUse { addresses: locked.occupied()?, lock: Box::new(locked) })
 }
 
 /// Writes a note about each block that another node has and that has reservations of this node.

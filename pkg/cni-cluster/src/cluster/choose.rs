@@ -3,12 +3,13 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
+use cni::Result;
 use cni_ipam::ranges::RangeSet;
 
-use super::{Cluster, Obtained};
-use crate::ledger::{Reclaiming, reclaiming};
+use super::Cluster;
+use crate::ledger::reclaim;
 use crate::pool::{self, Block};
-use crate::store::{Answer, Claim, NodeState, Reclaim};
+use crate::store::{Change, NodeState, Reclaim};
 
 /// How many claimed blocks an ADD meets before it asks for a list.
 const MAX_REFUSALS: usize = 8;
@@ -19,77 +20,62 @@ const MAX_LISTED: usize = 5;
 
 impl Cluster<'_> {
     /// Claims a block of the set: first without a list, then one that the store lists as free, then
-    /// one of an absent node.
-    pub(super) fn claim_any(&mut self, set: &RangeSet) -> Answer<Obtained> {
+    /// one of an absent node. Returns why not, if all blocks are claimed.
+    pub(super) fn claim_any(&mut self, set: &RangeSet) -> Result<Option<String>> {
         let node = self.ledger.node.clone();
         let seed = format!("{node}/{}", self.network.name);
         let newest: Vec<Block> = self.ledger.entries().iter().rev().map(|entry| entry.block.clone()).collect();
-        let candidates = pool::candidates(set, &|range| self.pool_of(range), &seed, &newest);
-        let unknown = candidates.filter(|block| self.ledger.state(block).is_none());
-        for block in unknown.take(MAX_REFUSALS).collect::<Vec<_>>() {
-            if self.claim(&block)?.is_none() {
-                return Ok(Obtained::Changed);
-            }
-        }
         let is_of_set = |pool: &&String| set.ranges().iter().any(|range| self.network.pool(range) == **pool);
         let pools: Vec<String> = self.ledger.pools.keys().filter(is_of_set).cloned().collect();
-        let mut taken = HashMap::new();
-        for pool in &pools {
-            for (first, node) in self.ask(|store| store.taken(pool))? {
-                taken.insert((pool.clone(), first), node);
-            }
-        }
         let mut holders: BTreeMap<String, Vec<Block>> = BTreeMap::new();
+        let (mut taken, mut refusals) = (HashMap::new(), 0);
         for block in pool::candidates(set, &|range| self.pool_of(range), &seed, &newest) {
+            if refusals == MAX_REFUSALS {
+                refusals += 1;
+                for pool in &pools {
+                    let listed = self.store()?.taken(pool)?;
+                    taken.extend(listed.into_iter().map(|(first, node)| ((pool.clone(), first), node)));
+                }
+            }
             let holder = match taken.remove(&(block.pool.clone(), block.first)) {
                 _ if self.ledger.state(&block).is_some() => node.clone(),
                 Some(holder) => holder,
                 None => match self.claim(&block)? {
-                    Some(holder) => holder.node,
-                    None => return Ok(Obtained::Changed),
+                    Some(holder) => {
+                        refusals += 1;
+                        holder.node
+                    }
+                    None => return Ok(None),
                 },
             };
             holders.entry(holder).or_default().push(block);
         }
-        // Claims in this node's name that the ledger lacks: of another network, of another machine,
-        // or of a call whose answer or ledger was lost.
-        for block in holders.get(&node).cloned().unwrap_or_default() {
-            if self.ledger.state(&block).is_none() && self.claim(&block)?.is_none() {
-                return Ok(Obtained::Changed);
-            }
-        }
-        let rules = self.ask(|store| store.pools())?;
-        let rule =
-            |name: &str| rules.iter().find(|(pool, _)| pool == name).map_or(Reclaim::Never, |(_, pool)| pool.reclaim);
+        let rules = self.store()?.pools()?;
         let mut marks = Vec::new();
         let mut others: Vec<_> = holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node).collect();
-        if others.len() > MAX_LOOKUPS {
-            // The next ADD looks up others.
-            let first = getrandom::u32().unwrap_or(0) as usize % others.len();
-            others.rotate_left(first);
-        }
+        // If there are more than this ADD looks up, the next one looks up others.
+        let first = getrandom::u32().unwrap_or(0) as usize % others.len().max(1);
+        others.rotate_left(first);
         for (holder, blocks) in others.into_iter().take(MAX_LOOKUPS) {
-            let state = self.ask(|store| store.node_state(holder))?;
-            for block in blocks.iter().filter(|_| matches!(state, NodeState::Absent(_))) {
-                let found = self.ask(|store| store.get(&block.pool, block.first))?;
-                let Some((claim, version)) = found.filter(|(claim, _)| claim.node == *holder) else { continue };
-                match reclaiming(&claim, rule(&block.pool), &state) {
-                    Reclaiming::Leave => marks.extend(claim.absent_since),
-                    Reclaiming::Mark(since) => {
-                        marks.push(since.clone());
-                        let marked = Claim { absent_since: Some(since), ..claim };
-                        self.ask(|store| store.swap(&marked, &version))?;
-                    }
-                    Reclaiming::Delete => {
-                        self.ask(|store| store.delete(&block.pool, block.first, &version))?;
-                        if self.claim(block)?.is_none() {
-                            return Ok(Obtained::Changed);
-                        }
-                    }
+            let NodeState::Absent(now) = self.store()?.node_state(holder)? else { continue };
+            for block in blocks {
+                let found = self.store()?.get(block)?;
+                let Some((mut claim, version)) = found.filter(|(claim, _)| claim.node == *holder) else { continue };
+                let rule = rules.iter().find(|(pool, _)| *pool == block.pool);
+                let rule = rule.map_or(Reclaim::Never, |(_, pool)| pool.reclaim);
+                let change = reclaim(&mut claim, version, rule, now);
+                if let Some(change) = &change {
+                    self.store()?.change(&claim, change)?;
                 }
+                if let Some(Change::Delete(_)) = change
+                    && self.claim(block)?.is_none()
+                {
+                    return Ok(None);
+                }
+                marks.extend(claim.absent_since);
             }
         }
-        Ok(Obtained::Exhausted(exhausted_text(&pools, &holders, &marks)))
+        Ok(Some(exhausted_text(&pools, &holders, &marks)))
     }
 }
 

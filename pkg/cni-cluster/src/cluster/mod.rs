@@ -21,54 +21,72 @@ use std::time::{Duration, Instant};
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 use cni::{Cidr, Code, Error, Result};
+use cni_ipam::Shortage;
 use cni_ipam::ranges::{Range, RangeSet, number};
 use cni_linux::flock::{self, Limit};
 
 use crate::ledger::{Action, Entry, Holder, Host, Ledger, Seen, State};
 use crate::pool::{self, Block};
-use crate::store::{Answer, Claim, NodeState, Outcome, Pool, Reclaim, Store, Version, repeat};
+use crate::store::{Claim, NodeState, Outcome, Pool, Reclaim, Store, Version};
 
 /// How long a call that can do without the store waits for it.
 const SHORT_WAIT: Duration = Duration::from_secs(1);
 
-/// A network, as configured.
-#[derive(Debug, Clone)]
+/// The reservations of the network while their lock is held.
+pub struct InUse {
+    /// The reserved addresses.
+    pub addresses: Vec<IpAddr>,
+    /// Releases the lock when it is dropped.
+    pub lock: Box<dyn Any>,
+}
+
+/// Opens the store. Returns also how long a call may spend on it.
+pub type Open<'a> = dyn Fn() -> Result<(Box<dyn Store + 'a>, Duration)> + 'a;
+
+/// A network of this node, as configured, and what its calls need.
 pub struct Network<'a> {
     /// The name.
     pub name: &'a str,
     /// The folder of these plugins' own files, `<dataDir>/.cni/<network>`.
     pub sidecar: PathBuf,
     /// The layer 2 network, or empty.
-    pub layer2: &'a str,
+    pub layer2: String,
     /// The key `blockSize`.
     pub block_size: Option<u32>,
     /// The range sets, which ADD needs. GC keeps an empty block of their pools.
     pub sets: &'a [RangeSet],
+    /// The node.
+    pub host: Host,
+    /// The clock, and the signals that end a wait.
+    pub machine: &'a dyn Machine,
+    /// Receives notes for the operator.
+    pub notes: Notes,
+    /// Called at most once, when the store is needed.
+    pub open: Box<Open<'a>>,
+    /// Locks the reservations of the network and lists them.
+    pub lock_reservations: Box<dyn Fn() -> Result<InUse> + 'a>,
 }
 
-impl Network<'_> {
+impl<'a> Network<'a> {
     /// Returns the name of the pool of a range.
     fn pool(&self, range: &Range) -> String {
-        pool::name(self.layer2, range.subnet())
+        pool::name(&self.layer2, range.subnet())
     }
 
-    /// Returns the names of the pools of all ranges, each once, with their subnets.
+    /// Returns all ranges.
+    fn ranges(&self) -> impl Iterator<Item = &'a Range> {
+        self.sets.iter().flat_map(RangeSet::ranges)
+    }
+
+    /// Returns the name and the subnet of each range's pool.
     fn pools(&self) -> Vec<(String, Cidr)> {
-        let mut pools = Vec::new();
-        for range in self.sets.iter().flat_map(RangeSet::ranges) {
-            let pool = (self.pool(range), range.subnet());
-            if !pools.contains(&pool) {
-                pools.push(pool);
-            }
-        }
-        pools
+        self.ranges().map(|range| (self.pool(range), range.subnet())).collect()
     }
 
     /// Returns the number of addresses of the ranges in a subnet.
     fn addresses(&self, subnet: Cidr) -> u128 {
-        let ranges = self.sets.iter().flat_map(RangeSet::ranges).filter(|range| range.subnet() == subnet);
         let size = |range: &Range| (number(range.last()) - number(range.first())).saturating_add(1);
-        ranges.map(size).fold(0, u128::saturating_add)
+        self.ranges().filter(|range| range.subnet() == subnet).map(size).fold(0, u128::saturating_add)
     }
 
     /// Checks the size of the blocks of the pool with this name and subnet.
@@ -88,76 +106,19 @@ impl Network<'_> {
     }
 }
 
-/// An open store.
-pub struct Opened<'a> {
-    /// The store.
-    pub store: Box<dyn Store + 'a>,
-    /// How long a call may spend on the store.
-    pub timeout: Duration,
-}
-
-/// The reservations of the network while their lock is held.
-pub struct InUse {
-    /// The reserved addresses.
-    pub addresses: Vec<IpAddr>,
-    /// Releases the lock when it is dropped.
-    pub lock: Box<dyn Any>,
-}
-
-/// Lists the reservations of the network and locks them.
-pub type ListInUse<'a> = dyn FnMut() -> Result<InUse> + 'a;
-
-/// Why an ADD needs the store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
-    /// [`Cluster::held`] returned `None`.
-    Verification,
-    /// The range set with this position has no free address in the held blocks.
-    Set(usize),
-    /// The requested address is in no held block.
-    Address(IpAddr),
-}
-
-/// The outcome of [`Cluster::obtain`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Obtained {
-    /// The ledger has changed, by this process or by another one: try again to reserve.
-    Changed,
-    /// All blocks of the range set are claimed. The text has their number and the holders.
-    Exhausted(String),
-    /// The block of the requested address is claimed. The text has its holder.
-    Taken(String),
-}
-
 /// The blocks of one network of this node.
 pub struct Cluster<'a> {
     network: Network<'a>,
-    host: Host,
-    machine: &'a dyn Machine,
-    notes: Notes,
-    open: &'a dyn Fn() -> Result<Opened<'a>>,
-    opened: Option<Opened<'a>>,
-    /// When this call began.
-    begin: Instant,
-    /// How long the call may wait for the claim lock and the store.
-    limit: Limit,
+    /// The store, once it is needed, and until when the call may wait for it and the claim lock.
+    store: Option<(Box<dyn Store + 'a>, Instant)>,
     /// As last read or written.
     ledger: Ledger,
 }
 
 impl<'a> Cluster<'a> {
-    /// Returns the blocks of a network. `open` opens the store; it is called at most once, when the
-    /// store is needed.
-    pub fn new(
-        network: Network<'a>,
-        host: Host,
-        machine: &'a dyn Machine,
-        notes: Notes,
-        open: &'a dyn Fn() -> Result<Opened<'a>>,
-    ) -> Cluster<'a> {
-        let (begin, opened, ledger) = (machine.now(), None, Ledger::default());
-        let limit = Limit { deadline: begin, length: Duration::ZERO };
-        Cluster { network, host, machine, notes, open, opened, begin, limit, ledger }
+    /// Returns the blocks of a network.
+    pub fn new(network: Network<'a>) -> Cluster<'a> {
+        Cluster { network, store: None, ledger: Ledger::default() }
     }
 
     /// Returns the ledger as last read by [`held`](Cluster::held).
@@ -179,38 +140,39 @@ impl<'a> Cluster<'a> {
             size.map_or(Ok(()), |size| self.network.check_block_size(name, *subnet, *size))?;
         }
         // The ledger may have blocks of pools that an earlier configuration used.
-        let spans = || self.ledger.spans_in(|pool| pools.iter().any(|(name, _)| name == pool));
-        Ok(self.ledger.is_usable(&self.host).then(spans))
+        let spans = || self.ledger.spans(|pool| pools.iter().any(|(name, _)| name == pool));
+        Ok(self.ledger.is_usable(&self.network.host).then(spans))
     }
 
-    /// Verifies the ledger or claims a block, as an ADD needs it. The caller has called
-    /// [`held`](Cluster::held) and released the lock of the reservations.
+    /// Claims a block for a shortage, or without one verifies the ledger, because
+    /// [`held`](Cluster::held) has returned `None`. The caller has released the lock of the
+    /// reservations. If the ledger has changed afterwards, by this process or by another one, the
+    /// caller tries again to reserve.
     ///
     /// # Errors
     /// - Code 5 if the ledger cannot be written, before any request.
     /// - Code 7 if a pool has blocks of another size than configured.
-    /// - Code 11 if the store does not answer in time, or another process of this node claims.
-    /// - Code 102 if another machine has this node's claims, or an overlapping pool exists.
+    /// - Code 11 if the store does not answer in time, if another process of this node claims, or
+    ///   if all blocks of the range set are claimed.
+    /// - Code 102 if the block of the requested address is claimed, if another machine has this
+    ///   node's claims, or if an overlapping pool exists.
     /// - Code 103 if the store refuses.
-    pub fn obtain(&mut self, need: Need, in_use: &mut ListInUse<'_>) -> Result<Obtained> {
+    pub fn obtain(&mut self, shortage: Option<Shortage>) -> Result<()> {
         // With a ledger that was verified in this boot, the node works without the store.
-        let is_optional = need == Need::Verification && self.ledger.is_of_boot(&self.host);
+        let is_optional = shortage.is_none() && self.ledger.is_of_boot(&self.network.host);
         let before = self.ledger.clone();
         let _lock = self.lock(if is_optional { SHORT_WAIT } else { Duration::MAX })?;
-        if self.limit.length.is_zero() {
-            return Err(Error::new(Code::TRY_AGAIN, "the blocks of this node changed until no time was left"));
-        }
         if self.ledger != before {
-            return Ok(Obtained::Changed);
+            return Ok(());
         }
         self.save()?;
-        match self.fulfil(need, in_use).map_err(Error::from) {
+        match self.fulfil(shortage) {
             Err(error) if is_optional && !matches!(error.code(), Code::INVALID_CONFIG | Code::CONFLICT) => {
-                self.ledger.extend_trust(&self.host);
-                self.save()?;
-                self.notes
+                self.ledger.extend_trust(&self.network.host);
+                self.network
+                    .notes
                     .note(format_args!("the blocks of this node are used without a look at their claims: {error}"));
-                Ok(Obtained::Changed)
+                self.save()
             }
             outcome => outcome,
         }
@@ -219,45 +181,53 @@ impl<'a> Cluster<'a> {
     /// Gives back what DEL or GC has emptied: blocks of one address, and all but one of a pool's
     /// other empty blocks, or all if the network has ranges but none in the pool. After a DEL
     /// (`released`), gives back only blocks that contain a released address. Takes at most a
-    /// second. An error is a note, and the next call that needs the store repeats the release.
-    pub fn give_back(&mut self, released: Option<&[IpAddr]>, in_use: &mut ListInUse<'_>) {
-        // Usually nothing is given back. Then the store is not opened, and no claim lock is taken.
-        let ledger = Ledger::read(&self.network.sidecar);
+    /// second. After an error, the next call that needs the store repeats the release.
+    ///
+    /// # Errors
+    /// Those of [`obtain`](Cluster::obtain).
+    pub fn give_back(&mut self, released: Option<&[IpAddr]>) -> Result<()> {
         let pools = self.network.pools();
         let is_in_use = |pool: &str| pools.is_empty() || pools.iter().any(|(name, _)| name == pool);
-        let is_done = |reserved: &[IpAddr]| ledger.surplus(reserved, released, &is_in_use).is_empty();
-        if is_done(&[]) || in_use().is_ok_and(|in_use| is_done(&in_use.addresses)) {
-            return;
+        let surplus = |ledger: &Ledger, reserved: &[IpAddr]| ledger.surplus(reserved, released, &is_in_use);
+        // Usually nothing is given back. Then the store is not opened, and no claim lock is taken.
+        let ledger = Ledger::read(&self.network.sidecar);
+        if surplus(&ledger, &[]).is_empty()
+            || surplus(&ledger, &(self.network.lock_reservations)()?.addresses).is_empty()
+        {
+            return Ok(());
         }
-        let outcome = self.lock(SHORT_WAIT).and_then(|_lock| {
-            let reservations = in_use()?;
-            for block in self.ledger.surplus(&reservations.addresses, released, &is_in_use) {
-                self.ledger.begin_release(&block);
-            }
-            self.save()?;
-            drop(reservations);
-            Ok(self.finish_begun().map(drop)?)
-        });
-        if let Err(error) = outcome {
-            self.notes.note(format_args!("failed to give back the claims of empty blocks: {error}"));
+        let _lock = self.lock(SHORT_WAIT)?;
+        let reservations = (self.network.lock_reservations)()?;
+        for block in surplus(&self.ledger, &reservations.addresses) {
+            self.ledger.begin_release(&block);
         }
+        self.save()?;
+        drop(reservations);
+        self.finish_begun().map(drop)
     }
 
-    /// Opens the store, takes the claim lock and reads the ledger. Sets the deadline to `wait`, or
-    /// to the rest of the node's timeout if that is shorter.
+    /// Opens the store, takes the claim lock and reads the ledger. The requests until the next lock
+    /// may take `wait`, or the rest of the node's timeout if that is shorter.
     ///
     /// # Errors
     /// - Code 5 or 7 if the store cannot be opened, or 5 if the lock cannot.
-    /// - Code 11 if another process holds the lock until the deadline or a signal.
+    /// - Code 11 if another process holds the lock until the deadline or a signal, or if no time is
+    ///   left.
     fn lock(&mut self, wait: Duration) -> Result<File> {
-        let now = self.machine.now();
-        let opened = match &mut self.opened {
+        let now = self.network.machine.now();
+        let (store, end) = match &mut self.store {
             Some(opened) => opened,
-            empty => empty.insert((self.open)()?),
+            closed => {
+                let (store, timeout) = (self.network.open)()?;
+                closed.insert((store, now + timeout))
+            }
         };
-        let length = wait.min((self.begin + opened.timeout).saturating_duration_since(now));
-        self.limit = Limit { deadline: now + length, length };
-        opened.store.set_deadline(self.limit.deadline);
+        let length = wait.min(end.saturating_duration_since(now));
+        if length.is_zero() {
+            return Err(Error::new(Code::TRY_AGAIN, "the blocks of this node changed until no time was left"));
+        }
+        let limit = Limit { deadline: now + length, length };
+        store.set_limit(limit);
         let path = self.network.sidecar.join("claim.lock");
         let doing = format!("failed to lock {}", path.display());
         let file = DirBuilder::new()
@@ -266,7 +236,7 @@ impl<'a> Cluster<'a> {
             .create(&self.network.sidecar)
             .and_then(|()| OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path));
         let file = file.map_err(|error| Error::caused(Code::IO, &doing, error))?;
-        let lock = flock::lock(file, self.machine, OnSigterm::Kill, self.limit).map_err(|refused| {
+        let lock = flock::lock(file, self.network.machine, OnSigterm::Kill, limit).map_err(|refused| {
             let is_over = refused.cause.is_deadline() || refused.cause.is_terminated();
             let holder = refused.holder.map(|holder| format!(", which {holder} holds to claim a block"));
             let code = if is_over { Code::TRY_AGAIN } else { Code::IO };
@@ -288,47 +258,47 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Asks the store, and repeats the operation while its outcome is unknown.
-    fn ask<T>(&mut self, operation: impl FnMut(&mut dyn Store) -> Answer<T>) -> Answer<T> {
-        match &mut self.opened {
-            Some(opened) => repeat(&mut *opened.store, self.machine, self.limit, operation),
-            None => Err(Error::new(Code::INTERNAL, "the store is not open").into()),
-        }
+    /// Returns the store, which [`lock`](Cluster::lock) has opened.
+    fn store(&mut self) -> Result<&mut (dyn Store + 'a)> {
+        let opened = self.store.as_mut().map(|(store, _)| &mut **store);
+        opened.ok_or_else(|| Error::new(Code::INTERNAL, "the store is not open"))
     }
 
     /// Verifies the ledger if it must not be used, finishes what an earlier call has begun, or else
     /// claims a block.
-    fn fulfil(&mut self, need: Need, in_use: &mut ListInUse<'_>) -> Answer<Obtained> {
-        if !self.ledger.is_usable(&self.host) {
-            return self.verify(in_use).map(|()| Obtained::Changed);
+    fn fulfil(&mut self, shortage: Option<Shortage>) -> Result<()> {
+        if !self.ledger.is_usable(&self.network.host) {
+            return self.verify();
         }
         if self.finish_begun()? {
-            return Ok(Obtained::Changed);
+            return Ok(());
         }
-        for (name, subnet) in self.network.pools() {
-            if !self.ledger.pools.contains_key(&name) {
-                self.ensure_pool(name, subnet)?;
+        self.ensure_pools()?;
+        let Some(Shortage { set: position, requested }) = shortage else { return Ok(()) };
+        let set = &self.network.sets[position];
+        let block = requested.and_then(|address| self.block_of(address));
+        let (code, msg) = match (requested, block) {
+            (Some(address), Some(block)) => {
+                let Some(holder) = self.claim(&block)? else { return Ok(()) };
+                (
+                    Code::CONFLICT,
+                    format!("requested IP address {address} is not available in range set {set}: {holder}"),
+                )
             }
-        }
-        let sets = self.network.sets;
-        let holder = match need {
-            Need::Set(position) if position < sets.len() => return self.claim_any(&sets[position]),
-            Need::Address(address) => match self.block_of(address) {
-                Some(block) => self.claim(&block)?,
-                None => None,
-            },
-            Need::Verification | Need::Set(_) => None,
+            _ => {
+                let Some(why) = self.claim_any(set)? else { return Ok(()) };
+                (Code::TRY_AGAIN, format!("no IP addresses available in range set: {set}; {why}"))
+            }
         };
-        Ok(holder.map_or(Obtained::Changed, |holder| Obtained::Taken(holder.to_string())))
+        Err(Error::new(code, format!("failed to allocate for range {position}: {msg}")))
     }
 
     /// Finishes the claims and releases that an earlier call, or this one, has begun. Returns
     /// whether there was one.
-    fn finish_begun(&mut self) -> Answer<bool> {
+    fn finish_begun(&mut self) -> Result<bool> {
         let is_begun = |entry: &&Entry| matches!(entry.state, State::Claiming | State::Releasing(_));
-        let begun: Vec<Block> =
-            self.ledger.entries().iter().filter(is_begun).map(|entry| entry.block.clone()).collect();
-        for block in &begun {
+        let begun: Vec<Entry> = self.ledger.entries().iter().filter(is_begun).cloned().collect();
+        for Entry { block, .. } in &begun {
             self.settle(block, Seen::Unread, &[])?;
         }
         Ok(!begun.is_empty())
@@ -336,21 +306,20 @@ impl<'a> Cluster<'a> {
 
     /// Makes the ledger agree with the store: pools, this node's claims, and the blocks of all
     /// reservations.
-    fn verify(&mut self, in_use: &mut ListInUse<'_>) -> Answer<()> {
-        let node = self.ask(|store| store.node())?;
+    fn verify(&mut self) -> Result<()> {
+        let node = self.store()?.node()?;
         self.ledger.node = node.clone();
-        for (name, subnet) in self.network.pools() {
-            self.ensure_pool(name, subnet)?;
-        }
+        self.ledger.pools.clear();
+        self.ensure_pools()?;
         let mut own = Vec::new();
-        for (claim, version) in self.ask(|store| store.claims_of(&node))? {
+        for (claim, version) in self.store()?.claims_of(&node)? {
             if claim.network == self.network.name {
-                let block = Block { pool: claim.pool.clone(), first: claim.first, last: claim.last };
+                let block = claim.block();
                 self.ledger.begin_claim(&block);
                 own.push((block, self.recognise(claim, version)?));
             }
         }
-        let reserved = in_use()?.addresses;
+        let reserved = (self.network.lock_reservations)()?.addresses;
         for address in &reserved {
             let has_entry = self.ledger.entries().iter().any(|entry| entry.block.contains(*address));
             if let Some(block) = self.block_of(*address).filter(|_| !has_entry) {
@@ -361,32 +330,38 @@ impl<'a> Cluster<'a> {
             let seen = own.iter().find(|(other, _)| *other == block).map_or(Seen::Unread, |(_, seen)| seen.clone());
             self.settle(&block, seen, &reserved)?;
         }
-        self.ledger.set_verified(&self.host);
-        Ok(self.save()?)
+        self.ledger.set_verified(&self.network.host);
+        self.save()
     }
 
-    /// Records the block size of a pool, and creates the pool if it does not exist.
-    fn ensure_pool(&mut self, name: String, subnet: Cidr) -> Answer<()> {
-        let block_size = loop {
-            let pools = self.ask(|store| store.pools())?;
-            if let Some((_, pool)) = pools.iter().find(|(other, _)| *other == name) {
-                break pool.block_size;
+    /// Records the block sizes of the pools that the ledger lacks, and creates pools that do not
+    /// exist.
+    fn ensure_pools(&mut self) -> Result<()> {
+        for (name, subnet) in self.network.pools() {
+            while !self.ledger.pools.contains_key(&name) {
+                let pools = self.store()?.pools()?;
+                let block_size = match pools.iter().find(|(other, _)| *other == name) {
+                    Some((_, pool)) => pool.block_size,
+                    None => {
+                        let pool = self.new_pool(&name, subnet, &pools)?;
+                        if !self.store()?.create_pool(&name, &pool)? {
+                            // Another node has created it at the same moment, maybe with another size.
+                            continue;
+                        }
+                        pool.block_size
+                    }
+                };
+                self.network.check_block_size(&name, subnet, block_size)?;
+                self.ledger.pools.insert(name.clone(), block_size);
             }
-            let pool = self.new_pool(&name, subnet, &pools)?;
-            // If another node creates it at the same moment, that one may have another block size.
-            if let Outcome::Done(_) = self.ask(|store| store.create_pool(&name, &pool))? {
-                break pool.block_size;
-            }
-        };
-        self.network.check_block_size(&name, subnet, block_size)?;
-        self.ledger.pools.insert(name, block_size);
+        }
         Ok(())
     }
 
     /// Returns a pool that is not in `pools`.
     fn new_pool(&self, name: &str, subnet: Cidr, pools: &[(String, Pool)]) -> Result<Pool> {
         let overlaps = |(other, pool): &&(String, Pool)| {
-            pool::name(self.network.layer2, pool.subnet) == *other
+            pool::name(&self.network.layer2, pool.subnet) == *other
                 && (pool.subnet.contains(subnet.address()) || subnet.contains(pool.subnet.address()))
         };
         if let Some((other, _)) = pools.iter().find(overlaps) {
@@ -418,24 +393,24 @@ impl<'a> Cluster<'a> {
     /// # Errors
     /// Code 102 if another machine has made the claim under this node's name, and the store does
     /// not know this machine as the node.
-    fn recognise(&mut self, claim: Claim, version: Version) -> Answer<Seen> {
-        let (node, machine) = (&claim.node, self.host.machine.clone());
+    fn recognise(&mut self, claim: Claim, version: Version) -> Result<Seen> {
+        let (node, machine) = (&claim.node, self.network.host.machine.clone());
         if *node != self.ledger.node || claim.network != self.network.name {
             return Ok(Seen::Other(Holder { node: claim.node, network: claim.network }));
         }
         let is_registered = |state: NodeState| state == NodeState::Present(machine.clone());
-        if claim.machine != machine && !is_registered(self.ask(|store| store.node_state(node))?) {
+        if claim.machine != machine && !is_registered(self.store()?.node_state(node)?) {
             let other = &claim.machine;
             let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
             let advice = format!("if that machine is off: kubectl delete ipblocks --field-selector spec.node={node}");
-            return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")).into());
+            return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")));
         }
         Ok(Seen::Own(version))
     }
 
     /// Performs the ledger's actions on a block until it agrees with the store. Returns the holder
     /// of a block that is not this node's. `reserved`: the addresses in use.
-    fn settle(&mut self, block: &Block, mut seen: Seen, reserved: &[IpAddr]) -> Answer<Option<Holder>> {
+    fn settle(&mut self, block: &Block, mut seen: Seen, reserved: &[IpAddr]) -> Result<Option<Holder>> {
         let is_reserved = block.contains_any(reserved);
         let mut holder = None;
         loop {
@@ -446,19 +421,16 @@ impl<'a> Cluster<'a> {
             if self.ledger.is_changed {
                 self.save()?;
             }
-            let claim = self.new_claim(block)?;
             seen = match action {
                 Action::Done => return Ok(holder),
-                Action::Get => match self.ask(|store| store.get(&block.pool, block.first))? {
+                Action::Get => match self.store()?.get(block)? {
                     Some((claim, version)) => self.recognise(claim, version)?,
-                    None => Seen::Absent,
+                    None => Seen::Outcome(Outcome::Absent),
                 },
-                Action::Create => written(self.ask(|store| store.create(&claim))?),
-                Action::Swap(version) => written(self.ask(|store| store.swap(&claim, &version))?),
-                Action::Delete(version) => match self.ask(|store| store.delete(&block.pool, block.first, &version))? {
-                    true => Seen::Absent,
-                    false => Seen::Changed,
-                },
+                Action::Change(change) => {
+                    let claim = self.new_claim(block)?;
+                    Seen::Outcome(self.store()?.change(&claim, &change)?)
+                }
             };
         }
     }
@@ -468,24 +440,16 @@ impl<'a> Cluster<'a> {
         let nonce = getrandom::u64().map_err(|error| Error::caused(Code::IO, "failed to read random bytes", error))?;
         let Block { pool, first, last } = block.clone();
         let (node, network) = (self.ledger.node.clone(), self.network.name.to_owned());
-        let (machine, nonce) = (self.host.machine.clone(), format!("{nonce:016x}"));
+        let (machine, nonce) = (self.network.host.machine.clone(), format!("{nonce:016x}"));
         Ok(Claim { pool, first, last, node, network, machine, nonce, absent_since: None })
     }
 
     /// Claims a block. Returns the holder if it is not this node's.
-    fn claim(&mut self, block: &Block) -> Answer<Option<Holder>> {
+    fn claim(&mut self, block: &Block) -> Result<Option<Holder>> {
         if let Some(State::Lost(holder)) = self.ledger.state(block) {
             return Ok(Some(holder.clone()));
         }
         self.ledger.begin_claim(block);
         self.settle(block, Seen::Unread, &[])
-    }
-}
-
-/// Returns what the outcome of a creation or a swap shows of the claim.
-fn written(outcome: Outcome) -> Seen {
-    match outcome {
-        Outcome::Done(version) => Seen::Written(version),
-        Outcome::Conflict | Outcome::Absent => Seen::Changed,
     }
 }

@@ -12,11 +12,12 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use cni::{Code, Error, Result, time};
+use cni::{Result, time};
 use serde::{Deserialize, Serialize};
 
+use crate::conf;
 use crate::pool::Block;
-use crate::store::{Claim, NodeState, Reclaim, Version};
+use crate::store::{Change, Claim, Outcome, Reclaim, Version};
 
 /// How many seconds a verified ledger may be used before it is verified again. The time is far
 /// below [`GRACE`].
@@ -46,12 +47,7 @@ impl Host {
     /// # Errors
     /// Code 5 if the boot ID or the uptime cannot be read.
     pub fn read(root: &Path) -> Result<Host> {
-        let read = |path: &str| {
-            let path = root.join(path);
-            let text = std::fs::read_to_string(&path)
-                .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error));
-            text.map(|text| text.trim().to_owned())
-        };
+        let read = |path: &str| conf::read_text(&root.join(path));
         let uptime = read("proc/uptime")?;
         Ok(Host {
             machine: read("etc/machine-id").unwrap_or_default(),
@@ -99,12 +95,8 @@ pub enum State {
 pub enum Seen {
     /// Nothing yet.
     Unread,
-    /// The store refused an operation, because the claim is not as expected.
-    Changed,
-    /// The block has no claim.
-    Absent,
-    /// This call has written the claim with this version.
-    Written(Version),
+    /// The outcome of a change, or that a reading has found no claim.
+    Outcome(Outcome),
     /// The claim belongs to this network of this node.
     Own(Version),
     /// The claim belongs to another node or network.
@@ -116,12 +108,8 @@ pub enum Seen {
 pub enum Action {
     /// Read the claim.
     Get,
-    /// Create the claim.
-    Create,
-    /// Replace the claim with this version, with a new nonce.
-    Swap(Version),
-    /// Delete the claim with this version.
-    Delete(Version),
+    /// Change the claim. A claim that is written has a new nonce.
+    Change(Change),
     /// None: the ledger agrees with the store.
     Done,
 }
@@ -187,12 +175,12 @@ impl Ledger {
 
     /// Whether the ledger was verified in this boot.
     pub fn is_of_boot(&self, host: &Host) -> bool {
-        self.boot == host.boot || has_defect!(UsesLedgerOfEarlierBoot)
+        self.boot == host.boot
     }
 
     /// Whether addresses may be allocated from the held blocks without asking the store.
     pub fn is_usable(&self, host: &Host) -> bool {
-        self.is_of_boot(host) && (host.uptime < self.trusted_until || has_defect!(UsesOldLedger))
+        self.is_of_boot(host) && host.uptime < self.trusted_until
     }
 
     /// Records that all entries agreed with the store during this call.
@@ -205,13 +193,8 @@ impl Ledger {
         self.trusted_until = host.uptime.saturating_add(TRUSTED_WITHOUT_STORE);
     }
 
-    /// Returns the first and last addresses of the held blocks, sorted.
-    pub fn spans(&self) -> Vec<(IpAddr, IpAddr)> {
-        self.spans_in(|_| true)
-    }
-
     /// Returns the first and last addresses of the held blocks of some pools, sorted.
-    pub fn spans_in(&self, is_chosen: impl Fn(&str) -> bool) -> Vec<(IpAddr, IpAddr)> {
+    pub fn spans(&self, is_chosen: impl Fn(&str) -> bool) -> Vec<(IpAddr, IpAddr)> {
         let is_held = |entry: &&Entry| matches!(entry.state, State::Held(_)) && is_chosen(&entry.block.pool);
         let mut spans = Vec::new();
         for Entry { block, .. } in self.entries.iter().filter(is_held) {
@@ -268,27 +251,23 @@ impl Ledger {
     /// caller stores a changed ledger before the operation. `is_reserved`: the block has
     /// reservations of this network.
     pub fn step(&mut self, block: &Block, seen: Seen, is_reserved: bool) -> Action {
+        use Outcome::{Absent, Conflict, Written};
+        use State::{Claiming, Held, Lost, Releasing};
         let Some(state) = self.state(block).cloned() else { return Action::Done };
         let (next, action) = match (state, seen) {
-            (State::Releasing(held), Seen::Own(seen)) if has_defect!(UsesReleasedBlock) && held == seen => {
-                (Some(State::Held(held)), Action::Done)
-            }
-            (_, Seen::Own(version)) if has_defect!(AdoptsWithoutSwap) => (Some(State::Held(version)), Action::Done),
-            (state, Seen::Changed) => (Some(state), Action::Get),
-            (State::Claiming, Seen::Unread) => (Some(State::Claiming), Action::Create),
-            (State::Releasing(version), Seen::Unread) => {
-                (Some(State::Releasing(version.clone())), Action::Delete(version))
-            }
+            (state, Seen::Outcome(Conflict)) => (Some(state), Action::Get),
+            (Claiming, Seen::Unread) => (Some(Claiming), Action::Change(Change::Create)),
+            (Releasing(held), Seen::Unread) => (Some(Releasing(held.clone())), Action::Change(Change::Delete(held))),
             (state, Seen::Unread) => (Some(state), Action::Get),
-            (_, Seen::Written(version)) => (Some(State::Held(version)), Action::Done),
-            (state @ State::Releasing(_), Seen::Own(version)) => (Some(state), Action::Delete(version)),
-            (State::Held(held), Seen::Own(seen)) if held == seen => (Some(State::Held(held)), Action::Done),
+            (_, Seen::Outcome(Written(version))) => (Some(Held(version)), Action::Done),
+            (state @ Releasing(_), Seen::Own(version)) => (Some(state), Action::Change(Change::Delete(version))),
+            (Held(held), Seen::Own(seen)) if held == seen => (Some(Held(held)), Action::Done),
             // An answer was lost, the ledger was lost, or another node has marked the claim.
-            (state, Seen::Own(version)) => (Some(state), Action::Swap(version)),
-            (State::Releasing(_), Seen::Absent | Seen::Other(_)) => (None, Action::Done),
-            (State::Lost(_), Seen::Absent) if !is_reserved => (None, Action::Done),
-            (_, Seen::Absent) => (Some(State::Claiming), Action::Create),
-            (_, Seen::Other(holder)) if is_reserved => (Some(State::Lost(holder)), Action::Done),
+            (state, Seen::Own(version)) => (Some(state), Action::Change(Change::Swap(version))),
+            (Releasing(_), Seen::Outcome(Absent) | Seen::Other(_)) => (None, Action::Done),
+            (Lost(_), Seen::Outcome(Absent)) if !is_reserved => (None, Action::Done),
+            (_, Seen::Outcome(Absent)) => (Some(Claiming), Action::Change(Change::Create)),
+            (_, Seen::Other(holder)) if is_reserved => (Some(Lost(holder)), Action::Done),
             (_, Seen::Other(_)) => (None, Action::Done),
         };
         self.set(block, next);
@@ -324,29 +303,19 @@ impl Ledger {
     }
 }
 
-/// What a node does with the claim of an absent node.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Reclaiming {
-    /// Nothing.
-    Leave,
-    /// Replaces the claim by one that has this time in `absent_since`.
-    Mark(String),
-    /// Deletes the claim with the version that was read.
-    Delete,
-}
-
-/// Returns what another node may do with this claim, if the pool has this rule and the store knows
-/// this of the claim's node.
-pub fn reclaiming(claim: &Claim, rule: Reclaim, node: &NodeState) -> Reclaiming {
-    let NodeState::Absent(now) = *node else { return Reclaiming::Leave };
+/// Returns the change that another node may make to this claim with this version, if the pool has
+/// this rule and the claim's node is absent `now`, in seconds since 1970. A swap marks the claim:
+/// then it has a time in `absent_since` after this call.
+pub fn reclaim(claim: &mut Claim, version: Version, rule: Reclaim, now: u64) -> Option<Change> {
     if rule == Reclaim::Never || claim.node.is_empty() {
-        return Reclaiming::Leave;
+        return None;
     }
-    match claim.absent_since.as_deref().map(time::parse_rfc3339) {
-        None => Reclaiming::Mark(time::rfc3339(Duration::from_secs(now))),
-        Some(Some(since)) if since.saturating_add(GRACE) <= now || has_defect!(ReclaimsAtOnce) => Reclaiming::Delete,
-        Some(_) => Reclaiming::Leave,
-    }
+    let Some(since) = &claim.absent_since else {
+        claim.absent_since = Some(time::rfc3339(Duration::from_secs(now)));
+        return Some(Change::Swap(version));
+    };
+    let is_over = time::parse_rfc3339(since).is_some_and(|since| since.saturating_add(GRACE) <= now);
+    is_over.then_some(Change::Delete(version))
 }
 
 #[cfg(test)]

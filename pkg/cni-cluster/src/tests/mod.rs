@@ -9,8 +9,8 @@ use std::net::IpAddr;
 use std::rc::Rc;
 
 use cni::Code;
+use cni_ipam::Shortage;
 
-use crate::cluster::{Need, Obtained};
 use crate::ledger::State;
 use crate::pool;
 use crate::store::{Claim, Pool, Reclaim};
@@ -71,8 +71,8 @@ fn all_addresses_of_a_small_subnet_can_be_used() {
     }
     let error = nodes[0].add().unwrap_err();
     assert_eq!(error.code(), Code::TRY_AGAIN);
-    let expected =
-        "all 5 blocks of pool 10.61.0.0-29 are claimed: node node0 has 2, node node1 has 2, node node2 has 1";
+    let expected = "failed to allocate for range 0: no IP addresses available in range set: 10.61.0.1-10.61.0.6; \
+                    all 5 blocks of pool 10.61.0.0-29 are claimed: node node0 has 2, node node1 has 2, node node2 has 1";
     assert_eq!(error.to_string(), expected);
     let freed = *nodes[1].reserved.borrow().iter().next().unwrap();
     nodes[1].del(freed);
@@ -97,13 +97,15 @@ fn a_requested_address_brings_its_block() {
     assert_eq!(one.add_in(0, Some(wanted)).unwrap(), wanted);
     // The block has the addresses .76 and .77.
     let error = two.add_in(0, Some(address("10.61.0.76"))).unwrap_err();
-    assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, "claimed by network net of node node1"));
+    let expected = "failed to allocate for range 0: requested IP address 10.61.0.76 is not available in range set \
+                    10.61.0.1-10.61.0.254: claimed by network net of node node1";
+    assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
     assert!(two.ledger().entries().is_empty());
     let claim = reserved_claim("10.61.0.0-24", "10.61.0.100");
     let record = (claim, crate::store::Version("reserved".to_owned()));
     memory.borrow_mut().claims.insert(("10.61.0.0-24".to_owned(), address("10.61.0.100")), record);
     let error = two.add_in(0, Some(address("10.61.0.101"))).unwrap_err();
-    assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, "reserved by an operator"));
+    assert!(error.code() == Code::CONFLICT && error.to_string().ends_with(": reserved by an operator"), "{error}");
 }
 
 #[test]
@@ -183,7 +185,7 @@ fn a_second_process_uses_the_block_of_the_first() {
         assert_eq!(slow.held().unwrap().map(|spans| spans.len()), Some(1));
         node.add().unwrap();
         memory.borrow_mut().requests.clear();
-        assert_eq!(slow.obtain(Need::Set(0), &mut || node.list()).unwrap(), Obtained::Changed);
+        slow.obtain(Some(Shortage { set: 0, requested: None })).unwrap();
         assert!(memory.borrow().requests.is_empty());
         assert_eq!(slow.held().unwrap().map(|spans| spans.len()), Some(2));
     });
@@ -210,7 +212,7 @@ fn a_del_gives_back_a_second_empty_block() {
     }
     assert_eq!((memory.borrow().count("node1"), node.ledger().entries().len()), (1, 1));
     assert!(memory.borrow().requests.iter().all(|request| *request == "delete"));
-    assert_eq!(node.ledger().spans().len(), 1);
+    assert_eq!(node.ledger().spans(|_| true).len(), 1);
     node.gc();
     assert_eq!(memory.borrow().count("node1"), 1);
 }

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 
-use crate::ledger::{Action, Holder, Host, Ledger, Seen, State};
+use super::{Defect, defect};
+use crate::ledger::{Action, Holder, Host, Ledger, Seen, State, reclaim};
 use crate::pool::Block;
-use crate::store::{Claim, Version};
+use crate::store::{Change, Claim, Outcome, Reclaim, Version};
 
 /// The state of the block in a node's ledger. Versions are numbers here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -58,7 +59,9 @@ pub(super) fn ledger(local: Local) -> Ledger {
     }
     ledger.begin_claim(&block());
     match local {
-        Local::Held(held) | Local::Releasing(held) => drop(ledger.step(&block(), Seen::Written(version(held)), false)),
+        Local::Held(held) | Local::Releasing(held) => {
+            drop(ledger.step(&block(), Seen::Outcome(Outcome::Written(version(held))), false))
+        }
         Local::Lost => drop(ledger.step(&block(), Seen::Other(holder()), true)),
         Local::Absent | Local::Claiming => {}
     }
@@ -88,12 +91,19 @@ pub(super) struct Rules {
 
 impl Rules {
     pub(super) fn step(&mut self, before: Local, sight: Sight, is_reserved: bool) -> (Local, Action) {
+        match (defect(), before, sight) {
+            (Some(Defect::UsesReleasedBlock), Local::Releasing(held), Sight::Own(seen)) if held == seen => {
+                return (Local::Held(held), Action::Done);
+            }
+            (Some(Defect::AdoptsWithoutSwap), _, Sight::Own(seen)) => return (Local::Held(seen), Action::Done),
+            _ => {}
+        }
         let ask = || {
             let seen = match sight {
                 Sight::Unread => Seen::Unread,
-                Sight::Changed => Seen::Changed,
-                Sight::Absent => Seen::Absent,
-                Sight::Written(number) => Seen::Written(version(number)),
+                Sight::Changed => Seen::Outcome(Outcome::Conflict),
+                Sight::Absent => Seen::Outcome(Outcome::Absent),
+                Sight::Written(number) => Seen::Outcome(Outcome::Written(version(number))),
                 Sight::Own(number) => Seen::Own(version(number)),
                 Sight::Other => Seen::Other(holder()),
             };
@@ -106,6 +116,8 @@ impl Rules {
 
     /// Whether a ledger of this or an earlier boot, with a fresh or old verification, may be used.
     pub(super) fn is_usable(&mut self, is_of_boot: bool, is_fresh: bool) -> bool {
+        let is_of_boot = is_of_boot || defect() == Some(Defect::UsesLedgerOfEarlierBoot);
+        let is_fresh = is_fresh || defect() == Some(Defect::UsesOldLedger);
         let ask = || {
             let host = |boot: &str, uptime| Host { machine: String::new(), boot: boot.to_owned(), uptime };
             let mut ledger = Ledger::default();
@@ -122,5 +134,13 @@ impl Rules {
             .surplus
             .entry((before, is_reserved))
             .or_insert_with(|| !ledger(before).surplus(reserved, None, &|_| true).is_empty())
+    }
+
+    /// What another node does to a claim that was marked at this time, two hours after 1970 began,
+    /// while the claim's node is absent.
+    pub(super) fn reclaim(since: Option<&str>) -> Option<Change> {
+        let since =
+            since.map(|since| if defect() == Some(Defect::ReclaimsAtOnce) { "1970-01-01T00:00:00Z" } else { since });
+        reclaim(&mut claim(since.map(str::to_owned)), version(0), Reclaim::AfterOneHour, 2 * 3600)
     }
 }

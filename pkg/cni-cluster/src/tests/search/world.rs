@@ -1,9 +1,9 @@
 //! The states of two nodes, a store with one block, and the requests on their way.
 
-use super::rules::{Local, Rules, Sight, block, claim, ledger, local, number};
+use super::rules::{Local, Rules, Sight, block, ledger, local, number};
 use super::{Defect, defect};
-use crate::ledger::{Action, Reclaiming, reclaiming};
-use crate::store::{NodeState, Reclaim};
+use crate::ledger::Action;
+use crate::store::Change;
 
 /// A request to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -185,9 +185,9 @@ impl World {
                         sight = world.sight(n);
                         continue;
                     }
-                    Action::Create => Request::Create,
-                    Action::Swap(version) => Request::Swap(number(&version)),
-                    Action::Delete(version) => Request::Delete(number(&version)),
+                    Action::Change(Change::Create) => Request::Create,
+                    Action::Change(Change::Swap(version)) => Request::Swap(number(&version)),
+                    Action::Change(Change::Delete(version)) => Request::Delete(number(&version)),
                 };
                 return world.send(Message { sender: n, request, is_awaited: true });
             }
@@ -320,11 +320,10 @@ impl World {
                 Mark::Young => Some("1970-01-01T02:00:00Z"),
                 Mark::Old => Some("1970-01-01T01:00:00Z"),
             };
-            let claim = claim(since.map(str::to_owned));
-            let request = match reclaiming(&claim, Reclaim::AfterOneHour, &NodeState::Absent(2 * 3600)) {
-                Reclaiming::Leave => return next,
-                Reclaiming::Mark(_) => Request::Mark(version),
-                Reclaiming::Delete => Request::Reclaim(version),
+            let request = match Rules::reclaim(since) {
+                Some(Change::Swap(_)) => Request::Mark(version),
+                Some(Change::Delete(_)) => Request::Reclaim(version),
+                _ => return next,
             };
             next.push(world.send(Message { sender: n, request, is_awaited: true }));
         }
