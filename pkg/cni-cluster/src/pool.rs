@@ -73,10 +73,10 @@ pub fn name(layer2: &str, subnet: Cidr) -> String {
 /// Checks the value of the key `layer2`.
 ///
 /// # Errors
-/// Code 7 for anything but 1 to 40 lower-case letters, digits and inner `-`.
+/// Code 7 for anything but 0 to 40 lower-case letters, digits and inner `-`.
 pub fn check_layer2(layer2: &str) -> Result<()> {
     let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    if (1..=40).contains(&layer2.len()) && layer2.bytes().all(is_allowed) && layer2.trim_matches('-') == layer2 {
+    if layer2.len() <= 40 && layer2.bytes().all(is_allowed) && layer2.trim_matches('-') == layer2 {
         return Ok(());
     }
     let rule = "it must have 1 to 40 lower-case letters, digits and \"-\", and begin and end with a letter or digit";
@@ -200,10 +200,10 @@ mod tests {
 
     #[test]
     fn a_layer2_name_can_be_part_of_an_object_name() {
-        for valid in ["a", "vlan-20", "0", &"x".repeat(40)] {
+        for valid in ["", "a", "vlan-20", "0", &"x".repeat(40)] {
             assert!(check_layer2(valid).is_ok(), "{valid}");
         }
-        for invalid in ["", "-a", "a-", "A", "a.b", "a_b", "\u{e4}", &"x".repeat(41)] {
+        for invalid in ["-a", "a-", "A", "a.b", "a_b", "\u{e4}", &"x".repeat(41)] {
             assert_eq!(check_layer2(invalid).unwrap_err().code(), cni::Code::INVALID_CONFIG, "{invalid}");
         }
     }

@@ -57,9 +57,7 @@ impl Keys {
         let keys = conf.json().get("ipam").map_or_else(|| Ok(Keys::default()), Json::decode);
         let keys: Keys = keys.map_err(|error| Error::config(format!("ipam.{error}")))?;
         keys.block_size.map_or(Ok(()), pool::check_block_size)?;
-        if !keys.layer2.is_empty() {
-            pool::check_layer2(&keys.layer2)?;
-        }
+        pool::check_layer2(&keys.layer2)?;
         Ok(keys)
     }
 

@@ -345,7 +345,7 @@ impl<'a> Cluster<'a> {
                     None => {
                         let pool = self.new_pool(&name, subnet, &pools)?;
                         if !self.store()?.create_pool(&name, &pool)? {
-                            // Another node has created it at the same moment, maybe with another size.
+                            // Another node has just created it, maybe with another size.
                             continue;
                         }
                         pool.block_size
