@@ -167,7 +167,7 @@ impl<'m> Client<'m> {
             Ok::<_, io::Error>((response, connection))
         };
         let (sender, receiver) = mpsc::channel();
-        thread::Builder::new().spawn(move || sender.send(exchange()))?;
+        thread::Builder::new().spawn(move || drop(sender.send(exchange())))?;
         while self.machine.now() < begin + share {
             if self.machine.terminated() {
                 return Err(io::Error::other("interrupted by a signal"));
