@@ -168,6 +168,7 @@ impl<'a> Cluster<'a> {
         self.save()?;
         match self.fulfil(shortage) {
             Err(error) if is_optional && !matches!(error.code(), Code::INVALID_CONFIG | Code::CONFLICT) => {
+                self.ledger.pools = before.pools;
                 self.ledger.extend_trust(&self.network.host);
                 self.network
                     .notes

@@ -158,6 +158,8 @@ fn a_node_that_is_cut_off_uses_its_blocks() {
         let note = node.notes.borrow().first().cloned().unwrap();
         let begin = "the blocks of this node are used without a look at their claims: ";
         assert!(note.strip_prefix(begin).is_some_and(|cause| cause == expected), "{note}");
+        // The block sizes are still checked.
+        assert_eq!(node.ledger().pools["10.61.0.0-20"], 32);
         memory.borrow_mut().requests.clear();
         node.host.uptime += 59;
         node.add().unwrap();
