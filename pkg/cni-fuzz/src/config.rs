@@ -33,7 +33,7 @@ struct Reader(&'static dyn Plugin);
 
 /// Reads the configuration of a plugin that creates an interface, and CNI_ARGS.
 fn parse_interface<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
-    plugin.parse(&call.conf, &call.environment.args, &call.notes).map(drop)
+    plugin.parse(&call.conf, &call.environment.args).map(drop)
 }
 
 impl Reader {

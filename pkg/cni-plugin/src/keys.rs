@@ -38,16 +38,6 @@ pub struct ArgsCni {
 pub struct RuntimeConfig {
     /// The hardware address of CNI_IFNAME.
     pub mac: String,
-    /// The name resolution of the container.
-    pub dns: Option<Json>,
-}
-
-/// The object `runtimeConfig` of a plugin that takes no hardware address.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct RuntimeDnsConfig {
-    /// The name resolution of the container.
-    pub dns: Option<Json>,
 }
 
 /// The packets that are masqueraded, and the backend of the rules.
@@ -189,9 +179,15 @@ pub fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// Returns `ipam.type`, or `None` if it is absent or empty.
-pub fn ipam_type(conf: &NetConf) -> Option<String> {
-    non_empty(conf.ipam_type().to_owned())
+/// Checks that the configuration has an IPAM plugin.
+///
+/// # Errors
+/// Code 7 with the Go plugins' text if it has none.
+pub fn require_ipam(conf: &NetConf) -> Result<()> {
+    match conf.ipam_type() {
+        "" => Err(Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"")),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

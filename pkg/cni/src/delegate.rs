@@ -83,22 +83,27 @@ pub fn answer_margin(limit: Duration) -> Duration {
 }
 
 impl<'a> Delegate<'a> {
-    /// Finds the plugin with the type `kind` on CNI_PATH.
+    /// Finds the configuration's IPAM plugin on CNI_PATH. Returns `None` if the configuration has
+    /// none.
     ///
     /// # Errors
     /// - Code 4 with Go's text if CNI_PATH has no such plugin.
-    /// - Code 7 with Go's text if `kind` is not a file name.
+    /// - Code 7 with Go's text if its type is not a file name.
     /// - Those of [`timeout`], except for DEL and GC: these must clean up even if `delegateTimeout`
     ///   is invalid, so they note the error and use [`DEFAULT_TIMEOUT`].
-    pub fn find(call: &'a Call<'_>, kind: &str) -> Result<Delegate<'a>> {
-        Delegate::new(call, kind, Cow::Borrowed(&call.conf))
+    pub fn find_ipam(call: &'a Call<'_>) -> Result<Option<Delegate<'a>>> {
+        match call.conf.ipam_type() {
+            "" => Ok(None),
+            kind => Delegate::new(call, kind, Cow::Borrowed(&call.conf)).map(Some),
+        }
     }
 
     /// Finds the interface plugin that `conf` is for. This plugin gets `conf` instead of the call's
     /// configuration, and 30 seconds more than the `delegateTimeout` in `conf`.
     ///
     /// # Errors
-    /// Those of [`find`](Delegate::find), for the `type` and the `delegateTimeout` of `conf`.
+    /// Those of [`find_ipam`](Delegate::find_ipam), for the `type` and the `delegateTimeout` of
+    /// `conf`.
     pub fn find_interface_plugin(call: &'a Call<'_>, conf: NetConf) -> Result<Delegate<'a>> {
         let kind = conf.json().get("type").and_then(Json::as_str).unwrap_or_default().to_owned();
         let mut delegate = Delegate::new(call, &kind, Cow::Owned(conf))?;

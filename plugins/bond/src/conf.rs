@@ -1,8 +1,6 @@
 //! Reads and checks the configuration of the plugin `bond`.
 
-use cni::config::{self, ConfDns, NetConf};
-use cni::result::Dns;
-use cni::rollback::Notes;
+use cni::config::NetConf;
 use cni::{Error, Result, ident};
 use cni_linux::{BondMode, BondOptions, HashPolicy};
 use cni_plugin::keys;
@@ -15,10 +13,6 @@ const DEFAULT_MIIMON: u32 = 100;
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
-    /// The IPAM plugin.
-    pub(crate) ipam: Option<String>,
-    /// The DNS settings that replace those of the IPAM plugin.
-    pub(crate) dns: Option<Dns>,
     /// The options of the bond.
     pub(crate) options: BondOptions,
     /// The MTU of the bond and its ports in bytes; `None` for 1500.
@@ -54,8 +48,6 @@ pub struct Keys {
     all_slaves_active: Option<Switch>,
     tlb_dynamic_lb: Option<Switch>,
     xmit_hash_policy: String,
-    dns: ConfDns,
-    runtime_config: keys::RuntimeDnsConfig,
 }
 
 /// A port of the bond.
@@ -113,7 +105,7 @@ impl Conf {
     /// # Errors
     /// - Code 6 if a key has a value of a wrong type.
     /// - Code 7 for an invalid value, or fewer than two ports.
-    pub(crate) fn new(conf: &NetConf, notes: &Notes) -> Result<Conf> {
+    pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let links: Vec<String> = keys.links().map(str::to_owned).collect();
         if links.len() < 2 {
@@ -146,15 +138,7 @@ impl Conf {
             tlb_dynamic_lb: keys.tlb_dynamic_lb.as_ref().map(|on| on.value("tlbDynamicLb")).transpose()?,
             hash_policy,
         };
-        Ok(Conf {
-            ipam: keys::ipam_type(conf),
-            mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,
-            place: keys.place(),
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
-            options,
-            links,
-            ifname: keys.ifname,
-        })
+        Ok(Conf { mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?, place: keys.place(), options, links, ifname: keys.ifname })
     }
 }
 
@@ -164,7 +148,7 @@ mod tests {
 
     fn parse(keys: &str) -> Result<Conf> {
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bond"{keys}}}"#);
-        Conf::new(&NetConf::parse(conf)?, &Notes::silent())
+        Conf::new(&NetConf::parse(conf)?)
     }
 
     const LINKS: &str = r#","links":[{"name":"net1"},{"name":"net2"}]"#;

@@ -17,13 +17,11 @@ use std::rc::Rc;
 use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::result::AddResult;
-use cni::rollback::{Notes, Rollback};
+use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Link, Netlink, Netns};
-use cni_plugin::interface::{
-    AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy, Release, ensure_free, failed,
-};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Release, ensure_free, failed};
 use cni_plugin::record::AttachmentRecord as _;
 
 pub use conf::{Conf, Keys};
@@ -47,12 +45,8 @@ impl Interface for Bond {
     /// the host.
     const RELEASE: Release = Release::BeforeLink;
 
-    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
-        Conf::new(conf, notes)
-    }
-
-    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+    fn parse(&self, conf: &NetConf, _args: &str) -> Result<Conf> {
+        Conf::new(conf)
     }
 
     fn create<'a>(

@@ -28,7 +28,7 @@ pub(crate) fn check(check: &Check<'_>) -> Result<()> {
     check.compare_interface()?;
     check_port(check, &bridge, &outer)?;
     check.compare_layer3()?;
-    if conf.ipam.is_some() {
+    if conf.has_ipam {
         let own_ips = own_addresses(check, &outer);
         if conf.gateway != Gateway::None {
             check_gateway(host, conf, &bridge, &own_ips)?;

@@ -4,10 +4,8 @@
 //! prevents the removal of an attachment.
 
 use cni::args::CniArgs;
-use cni::config::{self, ConfDns, NetConf};
+use cni::config::NetConf;
 use cni::json::Json;
-use cni::result::Dns;
-use cni::rollback::Notes;
 use cni::{Cidr, Code, Error, Result, ident};
 use cni_linux::mac::Mac;
 use cni_linux::{BridgeSettings, Dad};
@@ -58,10 +56,8 @@ pub struct Conf {
     pub(crate) container_down: bool,
     /// The container's hardware address.
     pub(crate) mac: Option<Mac>,
-    /// The IPAM plugin; `None`: the container gets no addresses.
-    pub(crate) ipam: Option<String>,
-    /// The DNS settings that replace IPAM's in the result.
-    pub(crate) dns: Option<Dns>,
+    /// Whether the container gets addresses.
+    pub(crate) has_ipam: bool,
     /// The gateways that the `ipam` section configures, with their networks' prefix lengths.
     pub(crate) configured_gateways: Vec<Cidr>,
 }
@@ -111,7 +107,6 @@ pub struct Keys {
     enabledad: bool,
     disable_container_interface: bool,
     port_isolation: bool,
-    dns: ConfDns,
     args: keys::Args,
     runtime_config: keys::RuntimeConfig,
 }
@@ -134,14 +129,14 @@ impl Conf {
     /// # Errors
     /// - Code 4 for an error in CNI_ARGS.
     /// - Code 6 or 7 for an error in the configuration, with Go's text where Go has one.
-    pub(crate) fn new(conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
+    pub(crate) fn new(conf: &NetConf, args: &str) -> Result<Conf> {
         let args = CniArgs::parse(args)?;
         args.check_known(&["MAC", "IP"])?;
-        Conf::parse(conf, args.get("MAC").unwrap_or_default(), notes)
+        Conf::parse(conf, args.get("MAC").unwrap_or_default())
     }
 
     /// Reads the configuration; `mac_of_args` is `MAC` in CNI_ARGS, empty if absent.
-    pub(crate) fn parse(conf: &NetConf, mac_of_args: &str, notes: &Notes) -> Result<Conf> {
+    pub(crate) fn parse(conf: &NetConf, mac_of_args: &str) -> Result<Conf> {
         let raw: Keys = conf.decode()?;
         let bridge = if raw.bridge.is_empty() { DEFAULT_BRIDGE.to_owned() } else { raw.bridge };
         ident::check_host_link_name("bridge", &bridge)?;
@@ -154,8 +149,8 @@ impl Conf {
             (true, false) => Gateway::Address,
             (false, false) => Gateway::None,
         };
-        let ipam = keys::ipam_type(conf);
-        if raw.disable_container_interface && ipam.is_some() {
+        let has_ipam = !conf.ipam_type().is_empty();
+        if raw.disable_container_interface && has_ipam {
             return Err(Error::config("cannot use IPAM when DisableContainerInterface flag is set"));
         }
         let masquerade = MasqueradeScope::parse(raw.ip_masq, raw.ip_masq_backend)?;
@@ -180,7 +175,6 @@ impl Conf {
             mac: keys::mac([&raw.runtime_config.mac, &raw.args.cni.mac, mac_of_args])
                 .map_err(|why| Error::config(format!("failed to make veth pair: {why}")))?,
             configured_gateways: cni_ipam::configured_gateways(conf),
-            dns: config::dns_override(raw.runtime_config.dns.as_ref(), raw.dns, notes),
             bridge,
             gateway,
             force_address: raw.force_address,
@@ -192,14 +186,14 @@ impl Conf {
             spoof_check: raw.macspoofchk,
             dad: if raw.enabledad { Dad::Normal } else { Dad::Skip },
             container_down: raw.disable_container_interface,
-            ipam,
+            has_ipam,
         })
     }
 
     /// Whether ADD adds the gateway's address to the bridge itself, not to a VLAN's gateway
     /// interface.
     pub(crate) fn puts_gateway_on_bridge(&self) -> bool {
-        self.ipam.is_some() && self.gateway != Gateway::None && self.gateway_vlan().is_none()
+        self.has_ipam && self.gateway != Gateway::None && self.gateway_vlan().is_none()
     }
 
     /// Returns the VLAN whose gateway interface gets the gateway's address; `None` if the bridge
@@ -320,7 +314,7 @@ mod tests {
 
     fn parse(keys: &str, mac_of_args: &str) -> Result<Conf> {
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"bridge"{keys}}}"#);
-        Conf::parse(&NetConf::parse(conf)?, mac_of_args, &Notes::silent())
+        Conf::parse(&NetConf::parse(conf)?, mac_of_args)
     }
 
     fn refusal(keys: &str) -> String {
@@ -333,7 +327,7 @@ mod tests {
     fn only_the_name_is_required() {
         let conf = parse("", "").unwrap();
         assert_eq!((conf.bridge.as_str(), conf.gateway, conf.mtu, conf.vlans), ("cni0", Gateway::None, None, None));
-        assert!(conf.ipam.is_none() && conf.dns.is_none() && conf.mac.is_none());
+        assert!(!conf.has_ipam && conf.mac.is_none());
         assert_eq!(parse(r#","isDefaultGateway":true"#, "").unwrap().gateway, Gateway::DefaultRoute);
     }
 

@@ -13,7 +13,7 @@ use crate::conf::{Conf, Mtu};
 /// # Panics
 /// If ADD would accept a configuration that it must refuse.
 pub fn read(call: &Call<'_>) -> Result<()> {
-    let conf = Conf::new(&call.conf, &call.environment.args, &call.notes)?;
+    let conf = Conf::new(&call.conf, &call.environment.args)?;
     assert!(ident::check_host_link_name("bridge", &conf.bridge).is_ok(), "{:?} is not a bridge's name", conf.bridge);
     assert!(conf.mtu.is_none_or(|mtu| match mtu {
         Mtu::Fixed(bytes) => (68..=65535).contains(&bytes),
@@ -22,7 +22,7 @@ pub fn read(call: &Call<'_>) -> Result<()> {
     assert!(conf.settings.group_fwd_mask.is_none_or(|mask| mask & 7 == 0));
     assert!(!(conf.hairpin && conf.promiscuous));
     assert!(conf.mac.is_none_or(|mac| !mac.is_multicast() && !mac.is_zero()));
-    assert!(!(conf.container_down && conf.ipam.is_some()));
+    assert!(!(conf.container_down && conf.has_ipam));
     if let Some(vlans) = &conf.vlans {
         assert!(vlans.access.iter().chain(&vlans.trunk).all(|id| (1..=4094).contains(id)));
         assert!(vlans.trunk.is_sorted_by(|one, next| one < next));

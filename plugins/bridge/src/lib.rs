@@ -26,7 +26,7 @@ use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
 use cni::result::AddResult;
-use cni::rollback::{Notes, Rollback};
+use cni::rollback::Rollback;
 use cni::skel::{Call, RestoreMode};
 use cni::{Code, Error, Result};
 use cni_firewall::spoof::SpoofCheck;
@@ -54,15 +54,13 @@ impl Interface for Bridge {
     /// In the result, the bridge is listed before the host's end of the veth pair.
     const HOST_END: HostEnd = HostEnd::Veth { listed_after: 1 };
 
-    fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
-        Conf::new(conf, args, notes)
+    fn parse(&self, conf: &NetConf, args: &str) -> Result<Conf> {
+        Conf::new(conf, args)
     }
 
-    /// Returns what the configuration requires for addresses, routes and DNS.
+    /// Returns what the configuration requires for addresses and routes.
     fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
         Layer3Policy {
-            ipam: conf.ipam.as_deref(),
-            dns: conf.dns.as_ref(),
             masquerade: conf.masquerade.as_ref(),
             gateway: conf.gateway,
             dad: conf.dad,

@@ -6,63 +6,39 @@
 
 use std::rc::Rc;
 
-use cni::config::{self, ConfDns, NetConf};
-use cni::result::{AddResult, Dns};
-use cni::rollback::{Notes, Rollback};
+use cni::config::NetConf;
+use cni::result::AddResult;
+use cni::rollback::Rollback;
 use cni::{Error, Result};
 use cni_plugin::interface::veth::{made_up_mac, undo_creation};
-use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy};
-use cni_plugin::keys;
+use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface};
 use serde::Deserialize;
 
 /// The part of the plugin `dummy` that differs from the other interface plugins.
 #[derive(Clone, Copy, Debug)]
 pub struct Dummy;
 
-/// A checked configuration.
-#[derive(Clone, Debug)]
-pub struct Conf {
-    /// The IPAM plugin.
-    ipam: String,
-    /// The DNS settings that replace those of the IPAM plugin.
-    dns: Option<Dns>,
-}
-
-/// The keys of the configuration, unchecked.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
-pub struct Keys {
-    dns: ConfDns,
-    runtime_config: keys::RuntimeDnsConfig,
-}
+/// The plugin's own keys: none.
+#[derive(Debug, Deserialize)]
+pub struct Keys {}
 
 impl Interface for Dummy {
     type Keys = Keys;
-    type Conf = Conf;
+    type Conf = ();
     type Link = ();
 
     const NAME: &'static str = "dummy";
     const KIND: &'static str = "dummy";
     const HOST_END: HostEnd = HostEnd::None;
 
-    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
-        let keys: Keys = conf.decode()?;
-        let ipam = keys::ipam_type(conf);
-        Ok(Conf {
-            ipam: ipam.ok_or_else(|| Error::config("dummy interface requires an IPAM configuration"))?,
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
-        })
+    fn parse(&self, conf: &NetConf, _args: &str) -> Result<()> {
+        match conf.ipam_type() {
+            "" => Err(Error::config("dummy interface requires an IPAM configuration")),
+            _ => Ok(()),
+        }
     }
 
-    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
-    }
-
-    fn create<'a>(
-        &self,
-        context: &AttachmentContext<'a, Conf>,
-        rollback: &mut Rollback<'a>,
-    ) -> Result<CreatedLink<()>> {
+    fn create<'a>(&self, context: &AttachmentContext<'a, ()>, rollback: &mut Rollback<'a>) -> Result<CreatedLink<()>> {
         let (container, name) = (Rc::new(context.container.clone()), &context.call.ifname);
         let mac = made_up_mac()?;
         let created_index = undo_creation(&container, name, move |link| link.mac == Some(mac), rollback);

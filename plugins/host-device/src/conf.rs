@@ -6,10 +6,7 @@
 
 use std::path::{Component, PathBuf};
 
-use cni::config::{self, ConfDns, NetConf};
-use cni::json::Json;
-use cni::result::Dns;
-use cni::rollback::Notes;
+use cni::config::NetConf;
 use cni::{Error, Result};
 use cni_linux::Mac;
 use cni_plugin::keys;
@@ -18,10 +15,6 @@ use serde::Deserialize;
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
-    /// The IPAM plugin.
-    pub(crate) ipam: Option<String>,
-    /// The DNS settings that replace those of the IPAM plugin.
-    pub(crate) dns: Option<Dns>,
     /// The first of the keys `device`, `hwaddr` and `kernelpath` that is given.
     pub(crate) selector: Option<Selector>,
     /// The address of a PCI device.
@@ -72,7 +65,6 @@ pub struct Keys {
     pub(crate) pci_bus_id: String,
     #[serde(rename = "DPDKMode")]
     dpdk_mode: bool,
-    dns: ConfDns,
     #[serde(rename = "runtimeConfig")]
     pub(crate) runtime_config: RuntimeConfig,
 }
@@ -83,7 +75,6 @@ pub struct Keys {
 pub(crate) struct RuntimeConfig {
     #[serde(rename = "deviceID")]
     pub(crate) device_id: String,
-    dns: Option<Json>,
 }
 
 impl Conf {
@@ -92,7 +83,7 @@ impl Conf {
     /// # Errors
     /// - Code 6 if a key has a value of a wrong type.
     /// - Code 7 for a text that cannot be a MAC address, a path or a device name.
-    pub(crate) fn new(conf: &NetConf, notes: &Notes) -> Result<Conf> {
+    pub(crate) fn new(conf: &NetConf) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let (pci, device_id) = (keys::non_empty(keys.pci_bus_id), keys::non_empty(keys.runtime_config.device_id));
         for (key, name) in [("pciBusID", &pci), ("runtimeConfig.deviceID", &device_id)] {
@@ -110,14 +101,7 @@ impl Conf {
             (None, None, Some(path)) => Some(Selector::KernelPath(check_kernel_path(path)?)),
             (None, None, None) => None,
         };
-        Ok(Conf {
-            ipam: keys::ipam_type(conf),
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
-            selector,
-            pci,
-            device_id,
-            dpdk_mode: keys.dpdk_mode,
-        })
+        Ok(Conf { selector, pci, device_id, dpdk_mode: keys.dpdk_mode })
     }
 }
 
@@ -154,7 +138,7 @@ mod tests {
 
     fn parse(keys: &str) -> Result<Conf> {
         let conf = format!(r#"{{"cniVersion":"1.0.0","name":"net","type":"host-device"{keys}}}"#);
-        Conf::new(&NetConf::parse(conf)?, &Notes::silent())
+        Conf::new(&NetConf::parse(conf)?)
     }
 
     #[test]

@@ -26,13 +26,11 @@ mod record;
 use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::result::{AddResult, Interface as ResultInterface};
-use cni::rollback::{Notes, Rollback};
+use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Error, Result, ident};
 use cni_linux::{Link, LinkKind, Mac, Netlink, Netns};
-use cni_plugin::interface::{
-    AttachmentContext, CreatedLink, HostEnd, Interface, Layer3Policy, Ownership, Release, host_interface,
-};
+use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, Ownership, Release, host_interface};
 use cni_plugin::record::AttachmentRecord as _;
 
 pub use conf::{Conf, Keys};
@@ -56,12 +54,8 @@ impl Interface for HostDevice {
     /// before its name is free on the host, and DEL may have to be repeated until then.
     const RELEASE: Release = Release::BeforeLink;
 
-    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
-        Conf::new(conf, notes)
-    }
-
-    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+    fn parse(&self, conf: &NetConf, _args: &str) -> Result<Conf> {
+        Conf::new(conf)
     }
 
     fn is_in_kernel(&self, conf: &Conf) -> Result<bool> {
@@ -157,7 +151,7 @@ fn prev_mac(call: &Call<'_>, prev: Option<&AddResult>) -> Option<Mac> {
 
 /// Whether the configuration selects a device without an interface, so that ADD has moved none.
 fn is_dpdk(call: &Call<'_>) -> bool {
-    let selected = Conf::new(&call.conf, &Notes::silent()).and_then(|conf| Device::selected_by(&conf));
+    let selected = Conf::new(&call.conf).and_then(|conf| Device::selected_by(&conf));
     selected.is_ok_and(|device| device == Device::Dpdk)
 }
 
@@ -213,7 +207,7 @@ impl Keys {
 /// Returns a warning if an ADD with this configuration would leave this host without a default
 /// route, with the key of the configuration that selects the device. Returns `None` after an error.
 pub fn lost_default_route(conf: &NetConf) -> Option<(&'static str, String)> {
-    let conf = Conf::new(conf, &Notes::silent()).ok()?;
+    let conf = Conf::new(conf).ok()?;
     let Device::Interface(selector) = Device::selected_by(&conf).ok()? else { return None };
     let host = Netlink::open().ok()?;
     let device = find(&host, &selector).ok()?;

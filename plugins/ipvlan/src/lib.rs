@@ -7,9 +7,9 @@
 //! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
 //! The plugin changes nothing in the host's namespace, apart from the master's mode.
 
-use cni::config::{self, ConfDns, NetConf};
-use cni::result::{AddResult, Dns};
-use cni::rollback::{Notes, Rollback};
+use cni::config::NetConf;
+use cni::result::AddResult;
+use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{IpvlanMode, Stacked};
@@ -27,10 +27,6 @@ pub struct Ipvlan;
 pub struct Conf {
     /// The properties of the interface to create.
     link: Choices,
-    /// The IPAM plugin.
-    ipam: Option<String>,
-    /// The DNS settings that replace those of the IPAM plugin.
-    dns: Option<Dns>,
     /// The result of the plugin before this one.
     earlier: Option<AddResult>,
 }
@@ -43,8 +39,6 @@ pub struct Keys {
     mode: String,
     mtu: i64,
     link_in_container: bool,
-    dns: ConfDns,
-    runtime_config: keys::RuntimeDnsConfig,
 }
 
 impl Interface for Ipvlan {
@@ -56,7 +50,7 @@ impl Interface for Ipvlan {
     const KIND: &'static str = "ipvlan";
     const HOST_END: HostEnd = HostEnd::None;
 
-    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+    fn parse(&self, conf: &NetConf, _args: &str) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let mode = match keys.mode.as_str() {
             "" => IpvlanMode::default(),
@@ -72,15 +66,13 @@ impl Interface for Ipvlan {
                 mac: None,
                 broadcast_queue: None,
             },
-            ipam: keys::ipam_type(conf),
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             earlier: conf.prev_result()?,
         })
     }
 
     fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        let inherited = conf.earlier.as_ref().filter(|earlier| conf.ipam.is_none() && !earlier.ips.is_empty());
-        Layer3Policy { ipam: conf.ipam.as_deref(), inherited, dns: conf.dns.as_ref(), ..Layer3Policy::default() }
+        let inherited = conf.earlier.as_ref().filter(|earlier| !earlier.ips.is_empty());
+        Layer3Policy { inherited, ..Layer3Policy::default() }
     }
 
     fn create<'a>(
@@ -93,9 +85,8 @@ impl Interface for Ipvlan {
         if let (None, Some(earlier)) = (&link.master, &conf.earlier) {
             link.master = Some(master_of_result(earlier)?);
         }
-        let policy = self.layer3(conf);
-        if policy.ipam.is_none() && policy.inherited.is_none() {
-            return Err(Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\""));
+        if self.layer3(conf).inherited.is_none() {
+            keys::require_ipam(&context.call.conf)?;
         }
         stacked::create(context, &link, rollback)
     }
@@ -117,10 +108,10 @@ impl Interface for Ipvlan {
 /// `cnitool validate` warns about two networks with different modes for one master: the kernel has
 /// one mode per master, and the last ADD sets it for all interfaces on the master.
 pub fn mode_of_master(conf: &NetConf) -> Option<(String, Stacked)> {
-    let Conf { link, ipam, .. } = Ipvlan.parse(conf, "", &Notes::silent()).ok()?;
+    let Conf { link, .. } = Ipvlan.parse(conf, "").ok()?;
     // With neither a master nor an IPAM plugin, the plugin runs after another one, whose result
     // names the master.
-    if link.master.is_none() && ipam.is_none() {
+    if link.master.is_none() && conf.ipam_type().is_empty() {
         return None;
     }
     Some((link.host_master()?, link.stacked))

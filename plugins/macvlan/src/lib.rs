@@ -5,14 +5,13 @@
 //! The plugin changes nothing in the host's namespace.
 
 use cni::args::CniArgs;
-use cni::config::{self, ConfDns, NetConf};
-use cni::result::Dns;
-use cni::rollback::{Notes, Rollback};
+use cni::config::NetConf;
+use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::{MacvlanMode, Stacked};
 use cni_plugin::interface::stacked::{self, Choices};
-use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -25,10 +24,6 @@ pub struct Macvlan;
 pub struct Conf {
     /// The properties of the interface to create.
     link: Choices,
-    /// The IPAM plugin.
-    ipam: Option<String>,
-    /// The DNS settings that replace those of the IPAM plugin.
-    dns: Option<Dns>,
 }
 
 /// The keys of the configuration, unchecked.
@@ -42,7 +37,6 @@ pub struct Keys {
     link_in_container: bool,
     #[serde(rename = "bcqueuelen")]
     broadcast_queue: u32,
-    dns: ConfDns,
     runtime_config: keys::RuntimeConfig,
 }
 
@@ -55,7 +49,7 @@ impl Interface for Macvlan {
     const KIND: &'static str = "macvlan";
     const HOST_END: HostEnd = HostEnd::None;
 
-    fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
+    fn parse(&self, conf: &NetConf, args: &str) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let args = CniArgs::parse(args)?;
         // IP and GATEWAY are for the IPAM plugin.
@@ -76,13 +70,7 @@ impl Interface for Macvlan {
                 mac: keys::mac(sources).map_err(|reason| mac_error(sources, &reason))?,
                 broadcast_queue: Some(keys.broadcast_queue).filter(|length| *length > 0),
             },
-            ipam: keys::ipam_type(conf),
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
         })
-    }
-
-    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
     fn create<'a>(

@@ -11,12 +11,12 @@
 
 use std::time::Duration;
 
-use cni::config::{self, ConfDns, NetConf};
+use cni::config::NetConf;
 use cni::json::Json;
-use cni::result::{AddResult, Dns, IpConfig};
-use cni::rollback::{Notes, Rollback};
+use cni::result::{AddResult, IpConfig};
+use cni::rollback::Rollback;
 use cni::skel::{Call, RestoreMode};
-use cni::{Cidr, Error, Result};
+use cni::{Cidr, Result};
 use cni_linux::{Dad, Family, Link, Netlink, Route, SavedRoute, Watch, sysctl};
 use cni_plugin::interface::veth::{self, Choices, Pair};
 use cni_plugin::interface::{
@@ -40,10 +40,6 @@ pub struct Ptp;
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
-    /// The IPAM plugin.
-    ipam: String,
-    /// The DNS settings that replace those of the IPAM plugin.
-    dns: Option<Dns>,
     /// Whether packets that leave the network are masqueraded.
     masquerade: Option<MasqueradeScope>,
     /// The MTU of both ends, or `None` for the kernel's default.
@@ -57,8 +53,6 @@ pub struct Keys {
     ip_masq: Option<Json>,
     ip_masq_backend: Option<String>,
     mtu: i64,
-    dns: ConfDns,
-    runtime_config: keys::RuntimeDnsConfig,
 }
 
 impl Interface for Ptp {
@@ -70,22 +64,15 @@ impl Interface for Ptp {
     const KIND: &'static str = "veth";
     const HOST_END: HostEnd = HostEnd::Veth { listed_after: 0 };
 
-    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+    fn parse(&self, conf: &NetConf, _args: &str) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let masquerade = MasqueradeScope::parse(keys.ip_masq, keys.ip_masq_backend)?;
-        let no_ipam = || Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"");
-        Ok(Conf {
-            ipam: keys::ipam_type(conf).ok_or_else(no_ipam)?,
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
-            masquerade,
-            mtu: keys::mtu(keys.mtu, keys::VETH_MTU)?,
-        })
+        keys::require_ipam(conf)?;
+        Ok(Conf { masquerade, mtu: keys::mtu(keys.mtu, keys::VETH_MTU)? })
     }
 
     fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
         Layer3Policy {
-            ipam: Some(&conf.ipam),
-            dns: conf.dns.as_ref(),
             masquerade: conf.masquerade.as_ref(),
             gateway: Gateway::Required,
             subnet: SubnetRoute::ThroughGateway,

@@ -14,13 +14,12 @@ mod add;
 use std::ops::RangeInclusive;
 
 use cni::args::CniArgs;
-use cni::config::{self, ConfDns, NetConf};
-use cni::result::Dns;
-use cni::rollback::{Notes, Rollback};
+use cni::config::NetConf;
+use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Mac, Queues, Tap, tun};
-use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy, failed};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, failed};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -34,10 +33,6 @@ pub struct TapPlugin;
 /// A checked configuration.
 #[derive(Clone, Debug)]
 pub struct Conf {
-    /// The IPAM plugin.
-    ipam: Option<String>,
-    /// The DNS settings that replace those of the IPAM plugin.
-    dns: Option<Dns>,
     /// The MTU, or `None` for the kernel's default.
     mtu: Option<u32>,
     /// The hardware address, or `None` for one that the kernel chooses.
@@ -65,7 +60,6 @@ pub struct Keys {
     group: Option<u32>,
     selinux_context: String,
     bridge: String,
-    dns: ConfDns,
     runtime_config: keys::RuntimeConfig,
 }
 
@@ -80,14 +74,12 @@ impl Interface for TapPlugin {
     const KIND: &'static str = "tun";
     const HOST_END: HostEnd = HostEnd::None;
 
-    fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Conf> {
+    fn parse(&self, conf: &NetConf, args: &str) -> Result<Conf> {
         let args = CniArgs::parse(args)?;
         args.check_known(&["MAC", "IP"])?;
         let keys: Keys = conf.decode()?;
         let mac = keys::mac([&keys.runtime_config.mac, args.get("MAC").unwrap_or_default(), &keys.mac]);
         Ok(Conf {
-            ipam: keys::ipam_type(conf),
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
             mtu: keys::mtu(keys.mtu, MTU)?,
             mac: mac.map_err(Error::config)?,
             owner: keys.owner,
@@ -96,10 +88,6 @@ impl Interface for TapPlugin {
             selinux_context: keys::non_empty(keys.selinux_context),
             bridge: keys::non_empty(keys.bridge),
         })
-    }
-
-    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        Layer3Policy { ipam: conf.ipam.as_deref(), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
     fn create<'a>(

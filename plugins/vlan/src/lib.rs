@@ -4,14 +4,13 @@
 //! This file reads the configuration and chooses the link. [`cni_plugin::interface`] does the rest.
 //! The plugin changes nothing in the host's namespace.
 
-use cni::config::{self, ConfDns, NetConf};
-use cni::result::Dns;
-use cni::rollback::{Notes, Rollback};
+use cni::config::NetConf;
+use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Error, Result};
 use cni_linux::Stacked;
 use cni_plugin::interface::stacked::{self, Choices};
-use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface, Layer3Policy};
+use cni_plugin::interface::{AttachmentContext, Check, CreatedLink, HostEnd, Interface};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -24,10 +23,6 @@ pub struct Vlan;
 pub struct Conf {
     /// The properties of the interface to create.
     link: Choices,
-    /// The IPAM plugin.
-    ipam: String,
-    /// The DNS settings that replace those of the IPAM plugin.
-    dns: Option<Dns>,
 }
 
 /// The keys of the configuration, unchecked.
@@ -38,8 +33,6 @@ pub struct Keys {
     vlan_id: Option<i64>,
     mtu: i64,
     link_in_container: bool,
-    dns: ConfDns,
-    runtime_config: keys::RuntimeDnsConfig,
 }
 
 impl Interface for Vlan {
@@ -52,11 +45,11 @@ impl Interface for Vlan {
     const HOST_END: HostEnd = HostEnd::None;
     const LEASE_CONTEXT: Option<&'static str> = Some("failed to execute IPAM delegate");
 
-    fn parse(&self, conf: &NetConf, _args: &str, notes: &Notes) -> Result<Conf> {
+    fn parse(&self, conf: &NetConf, _args: &str) -> Result<Conf> {
         let keys: Keys = conf.decode()?;
         let missing = "\"master\" field is required. It specifies the host interface name to create the VLAN for";
         let master = keys::non_empty(keys.master).ok_or_else(|| Error::config(missing))?;
-        let no_ipam = || Error::config("no plugin name provided").with_details("\"ipam\" has no \"type\"");
+        keys::require_ipam(conf)?;
         Ok(Conf {
             link: Choices {
                 stacked: Stacked::Vlan(check_vlan_id(keys.vlan_id)?),
@@ -66,13 +59,7 @@ impl Interface for Vlan {
                 mac: None,
                 broadcast_queue: None,
             },
-            ipam: keys::ipam_type(conf).ok_or_else(no_ipam)?,
-            dns: config::dns_override(keys.runtime_config.dns.as_ref(), keys.dns, notes),
         })
-    }
-
-    fn layer3<'c>(&self, conf: &'c Conf) -> Layer3Policy<'c> {
-        Layer3Policy { ipam: Some(&conf.ipam), dns: conf.dns.as_ref(), ..Layer3Policy::default() }
     }
 
     fn create<'a>(

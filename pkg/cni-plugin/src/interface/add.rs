@@ -10,7 +10,7 @@ use cni::rollback::Rollback;
 use cni::skel::{Added, Call};
 use cni_linux::{Dad, Watch, announce};
 
-use super::advertisements::{AcceptRa, SLAAC};
+use super::conf::{CommonConf, SLAAC};
 use super::layer3::{self, Layer3};
 use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Release, masquerade, name_taken};
 
@@ -21,8 +21,8 @@ use super::{AttachmentContext, CreatedLink, HostEnd, Interface, LinkState, Relea
 /// - Code 102 if CNI_IFNAME exists already.
 /// - The errors of the configuration, of the IPAM plugin and of the kernel.
 pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Added<'a>> {
-    let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
-    let accept_ra = AcceptRa::read(&call.conf, &plugin.layer3(&conf))?;
+    let conf = plugin.parse(&call.conf, &call.environment.args)?;
+    let CommonConf { accept_ra, dns } = CommonConf::read(&call.conf, &plugin.layer3(&conf), &call.notes)?;
     let adopted = plugin.find_adopted(call)?;
     let context = AttachmentContext::open(call, conf, adopted)?;
     let in_kernel = plugin.is_in_kernel(&context.conf)?;
@@ -40,18 +40,16 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
     if in_kernel {
         accept_ra.apply(&context, &mut rollback)?;
     }
-    let answer = match policy.ipam {
-        Some(kind) => {
-            let undos = match Release::order::<I>(call) {
-                Release::AfterLink => &mut late_rollback,
-                // Within `rollback`, the newest undo runs first: the release, then the removal of
-                // the link.
-                Release::BeforeLink => &mut rollback,
-            };
-            // Without addresses only slaac answers, if `required` is false and no router has.
-            Some(lease::<I>(call, kind, undos)?).filter(|answer| kind != SLAAC || !answer.ips.is_empty())
-        }
+    let undos = match Release::order::<I>(call) {
+        Release::AfterLink => &mut late_rollback,
+        // Within `rollback`, the newest undo runs first: the release, then the removal of the link.
+        Release::BeforeLink => &mut rollback,
+    };
+    let answer = match lease::<I>(call, undos)? {
+        // Without addresses only slaac answers, if `required` is false and no router has.
+        Some(answer) if call.conf.ipam_type() == SLAAC && answer.ips.is_empty() => None,
         None => policy.inherited.cloned(),
+        answer => answer,
     };
     if let Some(answer) = answer {
         let mut layer3 = Layer3::new(&answer, &policy, created.interface_position, &created.result.ips)?;
@@ -68,20 +66,21 @@ pub(super) fn add<'a, I: Interface>(plugin: &I, call: &'a Call<'_>) -> Result<Ad
         bring_up_without_addresses(plugin, &context, &created)?;
     }
     plugin.finish(&context, &mut created)?;
-    if let Some(dns) = policy.dns {
-        created.result.dns = dns.clone();
+    if let Some(dns) = dns {
+        created.result.dns = dns;
     }
     // The undos of `rollback` are now the newest of `late_rollback`, so they still run first.
     late_rollback.append(rollback);
     Ok(Added { result: created.result, rollback: late_rollback })
 }
 
-/// Runs the ADD of the IPAM plugin `kind`, and registers its DEL on `undos`. Returns its answer.
+/// Runs the ADD of the IPAM plugin, and registers its DEL on `undos`. Returns its answer, or `None`
+/// without an IPAM plugin.
 ///
 /// # Errors
 /// Those of the IPAM plugin, with the plugin's [`Interface::LEASE_CONTEXT`].
-fn lease<'a, I: Interface>(call: &'a Call<'_>, kind: &str, undos: &mut Rollback<'a>) -> Result<AddResult> {
-    let answer = Delegate::find(call, kind).and_then(|delegate| delegate.lease(undos));
+fn lease<'a, I: Interface>(call: &'a Call<'_>, undos: &mut Rollback<'a>) -> Result<Option<AddResult>> {
+    let answer = Delegate::find_ipam(call).and_then(|ipam| ipam.map(|ipam| ipam.lease(undos)).transpose());
     answer.map_err(|error| match I::LEASE_CONTEXT {
         Some(text) => error.context(text),
         None => error,

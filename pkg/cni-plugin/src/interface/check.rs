@@ -12,7 +12,7 @@ use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
 
-use super::advertisements::AcceptRa;
+use super::conf::CommonConf;
 use super::layer3::{Layer3, forwarding_sysctl};
 use super::{AttachmentContext, HostEnd, Interface, LinkState, PortMark, masquerade};
 use crate::identity::find_host_end;
@@ -47,11 +47,12 @@ pub struct Check<'a, C> {
 pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let attachment = OpenedAttachment::open(plugin, call)?;
     if !plugin.is_in_kernel(&attachment.context.conf)? {
-        return check_ipam(plugin, call, &attachment.context.conf);
+        return check_ipam(call);
     }
     let check = attachment.find_interface(plugin)?;
-    check_ipam(plugin, call, &check.context.conf)?;
-    AcceptRa::read(&call.conf, &plugin.layer3(&check.context.conf))?.check(&check.context)?;
+    check_ipam(call)?;
+    let policy = plugin.layer3(&check.context.conf);
+    CommonConf::read(&call.conf, &policy, &call.notes)?.accept_ra.check(&check.context)?;
     if !plugin.is_kind(&check.inner) {
         return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
     }
@@ -59,9 +60,9 @@ pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
 }
 
 /// Runs the CHECK of the IPAM plugin, if the configuration has one.
-fn check_ipam<I: Interface>(plugin: &I, call: &Call<'_>, conf: &I::Conf) -> Result<()> {
-    match plugin.layer3(conf).ipam {
-        Some(kind) => Delegate::find(call, kind)?.check(),
+fn check_ipam(call: &Call<'_>) -> Result<()> {
+    match Delegate::find_ipam(call)? {
+        Some(ipam) => ipam.check(),
         None => Ok(()),
     }
 }
@@ -82,7 +83,7 @@ impl<'a, C> OpenedAttachment<'a, C> {
     /// - Code 7 without `prevResult`, or if `prevResult` does not list CNI_IFNAME in CNI_NETNS.
     /// - The errors of the configuration and of opening the namespace.
     fn open<I: Interface<Conf = C>>(plugin: &I, call: &'a Call<'_>) -> Result<OpenedAttachment<'a, C>> {
-        let conf = plugin.parse(&call.conf, &call.environment.args, &call.notes)?;
+        let conf = plugin.parse(&call.conf, &call.environment.args)?;
         let prev = call.conf.prev_result()?.ok_or_else(|| Error::config("Required prevResult missing"))?;
         let context = AttachmentContext::open(call, conf, None)?;
         let position = position_in_prev(call, &prev)?;

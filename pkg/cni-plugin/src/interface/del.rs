@@ -60,9 +60,9 @@ pub(super) fn del<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
 /// Runs the DEL of the IPAM plugin, which releases the attachment's addresses. Does nothing without
 /// an IPAM plugin.
 fn release(call: &Call<'_>) -> Result<()> {
-    match call.conf.ipam_type() {
-        "" => Ok(()),
-        kind => Delegate::find(call, kind)?.del(),
+    match Delegate::find_ipam(call)? {
+        Some(ipam) => ipam.del(),
+        None => Ok(()),
     }
 }
 

@@ -31,10 +31,8 @@ pub(super) fn gc<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachm
     if has_host_end {
         errors.extend(gc_links(call, valid).err());
     }
-    if !call.conf.ipam_type().is_empty() {
-        let ipam_gc = Delegate::find(call, call.conf.ipam_type()).and_then(|ipam| ipam.gc());
-        errors.extend(ipam_gc.err());
-    }
+    let ipam_gc = Delegate::find_ipam(call).and_then(|ipam| ipam.map_or(Ok(()), |ipam| ipam.gc()));
+    errors.extend(ipam_gc.err());
     errors.extend(plugin.gc(call, valid).err());
     if has_host_end {
         let filter = AttachmentFilter::Garbage { network, valid };

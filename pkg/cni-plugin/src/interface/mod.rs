@@ -7,7 +7,8 @@
 //! `masquerade` the rules for packets that leave the network. `veth` creates a pair with one end on
 //! the host, `stacked` an interface on top of another one. `adopted` marks an interface that an
 //! earlier plugin of the list created, `borrowed` records one of the host that the container gets
-//! until DEL. `advertisements` has the keys about IPv6 routers.
+//! until DEL. `conf` reads the keys that all plugins have, `advertisements` writes the sysctls
+//! about IPv6 routers.
 //!
 //! ADD calls the steps in this order: [`parse`](Interface::parse),
 //! [`find_adopted`](Interface::find_adopted), [`create`](Interface::create), then the ADD of the
@@ -21,6 +22,7 @@ mod adopted;
 mod advertisements;
 mod borrowed;
 mod check;
+mod conf;
 mod context;
 mod del;
 mod gc;
@@ -35,7 +37,7 @@ use cni::AttachmentId;
 use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
-use cni::result::{AddResult, Dns, IpConfig};
+use cni::result::{AddResult, IpConfig};
 use cni::rollback::{Notes, Rollback};
 use cni::skel::{Added, Call, Plugin, RestoreMode, Role};
 use cni::{Cidr, Code, Error, Result};
@@ -45,6 +47,7 @@ use serde::de::DeserializeOwned;
 use crate::keys::MasqueradeScope;
 
 use advertisements::AcceptRa;
+use conf::CommonConf;
 
 pub use adopted::{PortMark, give_back, purge_addresses, restore_alias};
 pub use borrowed::{BorrowedLink, Return, ensure_free};
@@ -75,16 +78,18 @@ pub trait Interface {
     /// dhcp, see [`Release::BeforeLink`].
     const RELEASE: Release = Release::AfterLink;
 
-    /// Parses and checks the configuration. `args` is CNI_ARGS. Writes to `notes` which values it
-    /// ignores.
+    /// Parses and checks the plugin's keys. `args` is CNI_ARGS. The caller reads the keys that all
+    /// interface plugins have: `ipam.type`, `dns`, `runtimeConfig.dns`, `acceptRa`, `enableSlaac`.
     ///
     /// # Errors
     /// Code 4 for CNI_ARGS, 6 and 7 for the configuration, with the Go plugin's texts where it has
     /// them.
-    fn parse(&self, conf: &NetConf, args: &str, notes: &Notes) -> Result<Self::Conf>;
+    fn parse(&self, conf: &NetConf, args: &str) -> Result<Self::Conf>;
 
-    /// Returns the configuration's policy for addresses, routes and name resolution.
-    fn layer3<'c>(&self, conf: &'c Self::Conf) -> Layer3Policy<'c>;
+    /// Returns the configuration's policy for addresses and routes.
+    fn layer3<'c>(&self, _conf: &'c Self::Conf) -> Layer3Policy<'c> {
+        Layer3Policy::default()
+    }
 
     /// Whether the container gets a kernel interface. If not, a program drives the device itself
     /// (DPDK), and ADD configures nothing: it only reports IPAM's answer in the result.
@@ -295,16 +300,12 @@ impl Release {
     }
 }
 
-/// A configuration's policy for addresses, routes and name resolution.
+/// A configuration's policy for addresses and routes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Layer3Policy<'c> {
-    /// The type of the IPAM plugin, or `None` for an interface without addresses.
-    pub ipam: Option<&'c str>,
     /// The earlier plugin's result whose addresses and routes the interface gets if there is no
     /// IPAM plugin.
     pub inherited: Option<&'c AddResult>,
-    /// The result's `dns`; `None` for that of the IPAM plugin.
-    pub dns: Option<&'c Dns>,
     /// The packets that get the host's address as their source, if any.
     pub masquerade: Option<&'c MasqueradeScope>,
     /// What ADD does with the gateways in IPAM's answer.
@@ -392,13 +393,12 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 
     fn examine(&self, conf: &NetConf) -> Result<()> {
-        let parsed = self.0.parse(conf, "", &Notes::silent())?;
-        let policy = self.0.layer3(&parsed);
-        AcceptRa::read(conf, &policy)?;
-        match policy.ipam {
+        let parsed = self.0.parse(conf, "")?;
+        CommonConf::read(conf, &self.0.layer3(&parsed), &Notes::silent())?;
+        match conf.ipam_type() {
+            "" => Ok(()),
             // The value is not used here: only an invalid `delegateTimeout` matters.
-            Some(_) => cni::delegate::timeout(conf).map(drop),
-            None => Ok(()),
+            _ => cni::delegate::timeout(conf).map(drop),
         }
     }
 
@@ -409,23 +409,20 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         for address in earlier {
             earlier_ips.push(IpConfig { interface: None, address: *address, gateway: None });
         }
-        let parsed = self.0.parse(conf, "", &Notes::silent())?;
+        let parsed = self.0.parse(conf, "")?;
         let policy = self.0.layer3(&parsed);
         // Whether an answer is accepted does not depend on the position of CNI_IFNAME.
         let position = 0;
         Ok(answers.iter().map(|answer| Layer3::new(answer, &policy, position, &earlier_ips).err()).collect())
     }
 
-    /// Returns the keys that `I::Keys` does not have, except those about advertisements,
+    /// Returns the keys that neither `I::Keys` nor the keys of all interface plugins have, except
     /// `delegateTimeout`, which [`cni::delegate`] reads, and the keys in `ipam` and `args`, which
     /// are for other programs.
     fn unknown_keys(&self, json: &Json) -> Vec<UnknownKey> {
-        let mut unknown = json.unknown_keys::<I::Keys>();
+        let mut unknown = conf::unknown_keys::<I::Keys>(json);
         unknown.retain(|key| {
-            key.path != "delegateTimeout"
-                && !advertisements::is_key(&key.path)
-                && !key.path.starts_with("ipam.")
-                && !key.path.starts_with("args.")
+            key.path != "delegateTimeout" && !key.path.starts_with("ipam.") && !key.path.starts_with("args.")
         });
         unknown
     }
@@ -447,13 +444,13 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<()> {
-        let conf = self.0.parse(&call.conf, &call.environment.args, &call.notes)?;
+        let conf = self.0.parse(&call.conf, &call.environment.args)?;
         self.0.ready(call, &conf)?;
         let policy = self.0.layer3(&conf);
-        AcceptRa::read(&call.conf, &policy)?;
+        CommonConf::read(&call.conf, &policy, &call.notes)?;
         masquerade::status(call, policy.masquerade)?;
-        match policy.ipam {
-            Some(kind) => Delegate::find(call, kind).map_err(|error| error.with_code(Code::NOT_AVAILABLE))?.status(),
+        match Delegate::find_ipam(call).map_err(|error| error.with_code(Code::NOT_AVAILABLE))? {
+            Some(ipam) => ipam.status(),
             None => Ok(()),
         }
     }

@@ -213,7 +213,7 @@ pub struct UnknownKey {
     /// The path of the key, for example `ipam.ranges[0][0].subnets`.
     pub path: String,
     /// The keys that the structure has.
-    pub known: &'static [&'static str],
+    pub known: Vec<&'static str>,
 }
 
 /// Records the unknown keys while a tree is decoded. All [`Reader`]s of the tree share it.
@@ -233,7 +233,7 @@ impl UnknownKeyRecorder {
         let object_path = self.path.borrow().iter().fold(String::new(), |path, segment| join(&path, segment));
         for (key, _) in members {
             if !known.iter().any(|name| name.eq_ignore_ascii_case(key)) {
-                self.unknown.borrow_mut().push(UnknownKey { path: join(&object_path, key), known });
+                self.unknown.borrow_mut().push(UnknownKey { path: join(&object_path, key), known: known.to_vec() });
             }
         }
     }

@@ -130,7 +130,7 @@ fn check_keys(
 fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
     let Ok(json) = Json::parse(request.to_string().as_bytes()) else { return Vec::new() };
     let mut problems = Vec::new();
-    for UnknownKey { path, known } in plugin.unknown_keys(&json) {
+    for UnknownKey { path, known: mut known_names } in plugin.unknown_keys(&json) {
         let is_top_level = !path.contains('.');
         let is_standard = is_top_level && STANDARD_KEYS.iter().any(|name| name.eq_ignore_ascii_case(&path));
         let is_set_by_runtime =
@@ -139,8 +139,10 @@ fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
             continue;
         }
         let name = path.rsplit('.').next().unwrap_or_default();
-        let standard: &[&str] = if is_top_level { &STANDARD_KEYS } else { &[] };
-        problems.push(Problem::warning(path_of(&path), unknown_text(name, &[known, standard].concat())));
+        if is_top_level {
+            known_names.extend(STANDARD_KEYS);
+        }
+        problems.push(Problem::warning(path_of(&path), unknown_text(name, &known_names)));
     }
     problems
 }
@@ -167,7 +169,7 @@ fn unused_capabilities(listed: &ListedPlugin<'_>) -> Vec<Problem> {
         let unknown: Vec<UnknownKey> = readers.iter().filter_map(find_unknown).collect();
         let is_read = unknown.len() < readers.len();
         if !is_read {
-            let known_names = unknown.iter().flat_map(|key| key.known).copied();
+            let known_names = unknown.iter().flat_map(|key| key.known.iter().copied());
             let what = format!("{kind} does not use this capability{}", did_you_mean(name, known_names));
             problems.push(listed.warning(&format!("capabilities.{name}"), what));
         }

@@ -116,7 +116,7 @@ pub(crate) fn plug_in<'a>(
     mark_and_attach(host, &bridge, &link, &port_mark)?;
     port::configure(host, link.index, conf)?;
     let listed_at = earlier.find_interface(&call.ifname, call.sandbox());
-    if listed_at.is_none() && conf.ipam.is_some() {
+    if listed_at.is_none() && conf.has_ipam {
         return Err(Error::config(format!(
             "bridge is chained, but prevResult does not list interface {:?} in network namespace {}: the plugin \
              before it must report the interface that it created",
