@@ -3,7 +3,7 @@
 //! The files have the mode 0600 unless the caller gives another, and a symbolic link at their path
 //! is never followed.
 
-use std::fs::{self, OpenOptions, Permissions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
@@ -12,24 +12,8 @@ use std::path::Path;
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::linkat;
 
-/// Creates a file with this content. If the file system supports files without a name, the file
-/// gets its name only when its content is complete.
-///
-/// # Errors
-/// `AlreadyExists` if the path exists, `NotFound` without the folder, or another error of the file
-/// system.
-pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let nameless = OpenOptions::new().write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(folder);
-    // After a failure, the file is created under its name. If that fails too, its error is
-    // returned.
-    if let Ok(mut file) = nameless {
-        file.write_all(content)?;
-        let from = format!("/proc/self/fd/{}", file.as_raw_fd());
-        return Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?);
-    }
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?.write_all(content)
-}
+/// The mode of a file unless the caller gives another.
+const DEFAULT_MODE: u32 = 0o600;
 
 /// Creates or replaces a file. A reader sees the old content or the new one. `temporary` is a path
 /// in the same folder, which no other process uses at the same time; what a killed process has left
@@ -38,7 +22,7 @@ pub fn create(path: &Path, content: &[u8]) -> io::Result<()> {
 /// # Errors
 /// `NotFound` without the folder, or another error of the file system. The file is unchanged.
 pub fn replace(path: &Path, temporary: &Path, content: &[u8]) -> io::Result<()> {
-    replace_with_mode(path, temporary, content, 0o600)
+    replace_with_mode(path, temporary, content, DEFAULT_MODE)
 }
 
 /// As [`replace`], but the file gets the mode `mode` before it gets its name.
@@ -46,17 +30,53 @@ pub fn replace(path: &Path, temporary: &Path, content: &[u8]) -> io::Result<()> 
 /// # Errors
 /// As [`replace`].
 pub fn replace_with_mode(path: &Path, temporary: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    let created = match create(temporary, content) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // A file without a name is complete before it gets one. If the file system does not support
+    // that, the file is created under its temporary name.
+    let nameless = match OpenOptions::new().write(true).mode(DEFAULT_MODE).custom_flags(libc::O_TMPFILE).open(folder) {
+        Ok(file) => Some(file),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(error),
+        Err(_) => None,
+    };
+    if let Some(file) = &nameless {
+        fill(file, content, mode)?;
+        match name(file, path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            outcome => return outcome,
+        }
+    }
+    let create = || match &nameless {
+        Some(file) => name(file, temporary),
+        None => {
+            let file = OpenOptions::new().write(true).create_new(true).mode(DEFAULT_MODE).open(temporary)?;
+            fill(&file, content, mode)
+        }
+    };
+    let created = match create() {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            fs::remove_file(temporary).and_then(|()| create(temporary, content))
+            fs::remove_file(temporary).and_then(|()| create())
         }
         created => created,
     };
-    let permitted = created.and_then(|()| fs::set_permissions(temporary, Permissions::from_mode(mode)));
-    permitted.and_then(|()| fs::rename(temporary, path)).inspect_err(|_| {
+    created.and_then(|()| fs::rename(temporary, path)).inspect_err(|_| {
         // Only the first error is returned.
         let _ = fs::remove_file(temporary);
     })
+}
+
+/// Writes the content of a new file, and sets its mode.
+fn fill(mut file: &File, content: &[u8], mode: u32) -> io::Result<()> {
+    file.write_all(content)?;
+    if mode == DEFAULT_MODE { Ok(()) } else { file.set_permissions(Permissions::from_mode(mode)) }
+}
+
+/// Gives a file without a name this one.
+///
+/// # Errors
+/// `AlreadyExists` if the path exists.
+fn name(file: &File, path: &Path) -> io::Result<()> {
+    let from = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(linkat(AT_FDCWD, from.as_str(), AT_FDCWD, path, AtFlags::AT_SYMLINK_FOLLOW)?)
 }
 
 #[cfg(test)]
@@ -66,14 +86,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_created_once_and_only_for_its_owner() {
+    fn a_file_is_created_for_its_owner_only() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("record");
-        create(&path, b"first").unwrap();
-        assert_eq!(create(&path, b"second").unwrap_err().kind(), io::ErrorKind::AlreadyExists);
-        assert_eq!(fs::read(&path).unwrap(), b"first");
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
-        let error = create(&folder.path().join("absent/record"), b"").unwrap_err();
+        let [path, temporary] = ["record", "temporary"].map(|name| folder.path().join(name));
+        replace(&path, &temporary, b"first").unwrap();
+        assert_eq!((fs::read(&path).unwrap(), temporary.exists()), (b"first".to_vec(), false));
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        assert_eq!(mode(), 0o600);
+        replace_with_mode(&path, &temporary, b"second", 0o644).unwrap();
+        assert_eq!((fs::read(&path).unwrap(), mode()), (b"second".to_vec(), 0o644));
+        let error = replace(&folder.path().join("absent/record"), &folder.path().join("absent/new"), b"").unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 

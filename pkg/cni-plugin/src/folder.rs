@@ -13,9 +13,10 @@ use std::path::{Path, PathBuf};
 use cni::steps::Step;
 use cni::{Code, Error, Result};
 use cni_linux::file::replace;
+use serde::de::DeserializeOwned;
 
 /// The length in bytes of the longest file that is read.
-pub(crate) const MAX_SIZE: u64 = 1 << 20;
+const MAX_SIZE: u64 = 1 << 20;
 
 /// The folder of the files of all networks, for a call of one of these networks.
 #[derive(Clone, Debug)]
@@ -25,8 +26,9 @@ pub struct Folder {
     noun: &'static str,
     /// The suffix of the names of this network's temporary files. GC removes those that killed
     /// processes have left. It does not remove other networks' temporary files, because a process
-    /// may be writing them.
-    temporary_suffix: String,
+    /// may be writing them. `None` if a temporary file has the extension `tmp` instead of that of
+    /// its file.
+    temporary_suffix: Option<String>,
 }
 
 /// The file of one attachment, which does not need to exist. [`Folder::list`] also returns
@@ -50,7 +52,13 @@ impl Folder {
     /// Returns the folder at `path`, which does not need to exist, for a call of `network`. `noun`
     /// is what errors call a file: `backup`.
     pub fn new(path: PathBuf, noun: &'static str, network: &str) -> Folder {
-        Folder { path, noun, temporary_suffix: format!("-{:016x}.tmp", fnv(network.as_bytes())) }
+        Folder { path, noun, temporary_suffix: Some(format!("-{:016x}.tmp", fnv(network.as_bytes()))) }
+    }
+
+    /// Returns the folder of records at `path`, which does not need to exist. The names of
+    /// temporary files do not show their network.
+    pub fn of_records(path: PathBuf) -> Folder {
+        Folder { path, noun: "record", temporary_suffix: None }
     }
 
     /// Returns the folder's path.
@@ -128,6 +136,16 @@ impl Folder {
     }
 }
 
+impl Content {
+    /// Decodes JSON. The error is the reason why the content cannot be decoded.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T, String> {
+        match self {
+            Content::Bytes(bytes) => serde_json::from_slice(bytes).map_err(|error| error.to_string()),
+            Content::Garbage(why) => Err(why.clone()),
+        }
+    }
+}
+
 impl StateFile {
     /// Returns the path of the file.
     pub fn path(&self) -> &Path {
@@ -139,29 +157,24 @@ impl StateFile {
     /// # Errors
     /// Code 5 if it exists and cannot be read.
     pub fn read(&self) -> Result<Option<Content>> {
-        let read = || -> io::Result<Content> {
+        let read = || -> io::Result<Vec<u8>> {
             // Opening must not block if the file is a pipe.
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
-            let metadata = file.metadata()?;
-            if !metadata.is_file() || metadata.len() > MAX_SIZE {
-                let why =
-                    format!("it is not a regular file, or is longer than any {} of these plugins", self.folder.noun);
-                return Ok(Content::Garbage(why));
-            }
             let mut bytes = Vec::with_capacity(1024);
-            file.take(MAX_SIZE).read_to_end(&mut bytes)?;
-            Ok(Content::Bytes(bytes))
+            file.take(MAX_SIZE + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
         };
-        match read() {
-            Ok(content) => Ok(Some(content)),
-            Err(error) if is_absent(&error) => Ok(None),
+        let why = match read() {
+            Ok(bytes) if bytes.len() as u64 <= MAX_SIZE => return Ok(Some(Content::Bytes(bytes))),
+            Ok(_) => format!("it is longer than any {} of these plugins", self.folder.noun),
+            Err(error) if is_absent(&error) => return Ok(None),
             // `O_NOFOLLOW` refuses a symbolic link with this error.
-            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => {
-                Ok(Some(Content::Garbage("it is a symbolic link".to_owned())))
-            }
-            Err(error) => Err(self.failed("read", error)),
-        }
+            Err(error) if error.raw_os_error() == Some(libc::ELOOP) => "it is a symbolic link".to_owned(),
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => "it is a directory".to_owned(),
+            Err(error) => return Err(self.failed("read", error)),
+        };
+        Ok(Some(Content::Garbage(why)))
     }
 
     /// Creates or replaces the file. A reader sees the old content or the new one.
@@ -189,14 +202,16 @@ impl StateFile {
         if self.is_temporary() {
             return self.path.clone();
         }
+        let Some(suffix) = &self.folder.temporary_suffix else { return self.path.with_extension("tmp") };
         let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
-        self.folder.path.join(format!(".{:016x}{}", fnv(name), self.folder.temporary_suffix))
+        self.folder.path.join(format!(".{:016x}{suffix}", fnv(name)))
     }
 
     /// Whether the file is a temporary file of this network.
     pub fn is_temporary(&self) -> bool {
         let name = self.path.file_name().unwrap_or_default().as_encoded_bytes();
-        name.starts_with(b".") && name.ends_with(self.folder.temporary_suffix.as_bytes())
+        let suffix = self.folder.temporary_suffix.as_deref();
+        name.starts_with(b".") && suffix.is_some_and(|suffix| name.ends_with(suffix.as_bytes()))
     }
 
     /// Removes the file and its temporary file. Returns whether the file existed.
@@ -225,7 +240,10 @@ impl StateFile {
         let path = self.path.display().to_string();
         // A container ID may have any length.
         let shown = if path.len() <= 200 { &path } else { cni::text::cut(&path, 60) };
-        Error::caused(Code::IO, format_args!("failed to {action} the {} {shown}", self.folder.noun), error)
+        // An error about a record names only the file.
+        let noun =
+            if self.folder.temporary_suffix.is_some() { format!("the {} ", self.folder.noun) } else { String::new() };
+        Error::caused(Code::IO, format_args!("failed to {action} {noun}{shown}"), error)
     }
 }
 
@@ -267,7 +285,7 @@ fn is_absent(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// The file would be longer than [`MAX_SIZE`].
-pub(crate) fn check_size(bytes: &[u8]) -> io::Result<()> {
+fn check_size(bytes: &[u8]) -> io::Result<()> {
     if bytes.len() as u64 > MAX_SIZE {
         return Err(io::Error::other(format!("it would be longer than {MAX_SIZE} bytes")));
     }
@@ -326,8 +344,10 @@ mod tests {
         let folder = folder(dir.path(), "net");
         let backup = folder.file("c1_eth0.json");
         fs::write(backup.temporary(), "half").unwrap();
-        backup.write(b"1").unwrap();
-        assert_eq!(read(&backup), Some(b"1".to_vec()));
+        for content in [b"0", b"1"] {
+            backup.write(content).unwrap();
+            assert_eq!(read(&backup), Some(content.to_vec()));
+        }
         assert_eq!(folder.list().unwrap().len(), 1);
         fs::write(backup.temporary(), "half").unwrap();
         assert!(backup.purge().unwrap());

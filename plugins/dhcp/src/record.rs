@@ -1,18 +1,15 @@
 //! Stores the leases, so that a later daemon can continue them: one file for each attachment, in a
 //! folder beside the socket.
 
-use std::fs::{self, DirBuilder};
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::DirBuilderExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use cni::hash::sha512_hex;
 use cni::result::{AddResult, Route};
 use cni::{Code, Error, Result};
 use cni_dhcp::lease::{Identity, Lease};
 use cni_dhcp::message::v6::with_zone;
 use cni_dhcp::message::{LeaseParameters, RouteChoices};
-use cni_linux::file::replace;
+use cni_plugin::folder::{Folder, StateFile};
+use cni_plugin::record::record_name;
 use serde::{Deserialize, Serialize};
 
 use crate::conf::MtuTarget;
@@ -87,26 +84,18 @@ pub(crate) fn key_v6(key: &str) -> String {
     format!("{key}/ipv6")
 }
 
-/// The extension of the temporary file that is renamed to a record.
-const PART: &str = "part";
-
 /// The folder of the records.
 #[derive(Clone, Debug)]
-pub(crate) struct Records(PathBuf);
+pub(crate) struct Records(Folder);
 
 impl Records {
     /// Returns the folder that belongs to a socket: `/run/cni/dhcp` for `/run/cni/dhcp.sock`, and
     /// `PATH.leases` for a PATH that does not end in `.sock`.
     pub(crate) fn for_socket(socket: &Path) -> Records {
-        match socket.extension() {
-            Some(extension) if extension == "sock" => Records(socket.with_extension("")),
-            _ => Records(format!("{}.leases", socket.display()).into()),
-        }
-    }
-
-    /// Returns the path of an attachment's record.
-    fn path(&self, key: &str) -> PathBuf {
-        self.0.join(format!("{}.json", sha512_hex(&[key.as_bytes()], 40)))
+        Records(Folder::of_records(match socket.extension() {
+            Some(extension) if extension == "sock" => socket.with_extension(""),
+            _ => format!("{}.leases", socket.display()).into(),
+        }))
     }
 
     /// Replaces an attachment's record atomically.
@@ -114,14 +103,9 @@ impl Records {
     /// # Errors
     /// Code 5 if the record cannot be written.
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
-        let path = self.path(&record.key());
-        let write = || -> io::Result<()> {
-            DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
-            let temporary = path.with_extension(PART);
-            let json = serde_json::to_vec(record).map_err(io::Error::other)?;
-            replace(&path, &temporary, &json)
-        };
-        write().map_err(|error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error))
+        let json =
+            serde_json::to_vec(record).map_err(|error| Error::caused(Code::IO, "failed to encode a record", error))?;
+        self.0.file(&record_name(&record.key())).write(&json)
     }
 
     /// Removes an attachment's record, if there is one.
@@ -129,13 +113,7 @@ impl Records {
     /// # Errors
     /// Code 5 if the record cannot be removed.
     pub(crate) fn purge(&self, key: &str) -> Result<()> {
-        let path = self.path(key);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                Err(Error::caused(Code::IO, format_args!("failed to remove {}", path.display()), error))
-            }
-            _ => Ok(()),
-        }
+        self.0.file(&record_name(key)).purge().map(drop)
     }
 
     /// Reads an attachment's record, or returns `None` if there is none.
@@ -143,15 +121,17 @@ impl Records {
     /// # Errors
     /// Code 5 if the record cannot be read or decoded.
     pub(crate) fn find(&self, key: &str) -> Result<Option<Record>> {
-        read(&self.path(key))
+        read(&self.0.file(&record_name(key)))
     }
 
     /// Removes the temporary files that a killed daemon has left. Only for the daemon, before it
-    /// writes a record. An error is ignored: such a file does no harm.
+    /// writes a record. An error is ignored: such a file does no harm. Those of older releases have
+    /// the extension `part`.
     pub(crate) fn purge_temporary(&self) {
-        let paths = fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path());
-        for path in paths.filter(|path| path.extension().is_some_and(|extension| extension == PART)) {
-            let _ = fs::remove_file(path);
+        for file in self.0.list().unwrap_or_default() {
+            if file.path().extension().is_some_and(|extension| extension == "tmp" || extension == "part") {
+                let _ = file.purge();
+            }
         }
     }
 
@@ -159,27 +139,16 @@ impl Records {
     /// ends at the server. Returns none if the folder does not exist.
     ///
     /// # Errors
-    /// Code 5 if the folder cannot be opened.
+    /// Code 5 if the folder cannot be read.
     pub(crate) fn list(&self) -> Result<Vec<Record>> {
-        let entries = match fs::read_dir(&self.0) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries
-                .map_err(|error| Error::caused(Code::IO, format_args!("failed to read {}", self.0.display()), error))?,
-        };
-        // An error while listing is ignored, because the entries before the error are still useful.
-        let paths = entries.flatten().map(|entry| entry.path());
-        let paths = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
-        Ok(paths.filter_map(|path| read(&path).ok().flatten()).collect())
+        let files = self.0.list()?.into_iter();
+        let records = files.filter(|file| file.path().extension().is_some_and(|extension| extension == "json"));
+        Ok(records.filter_map(|file| read(&file).ok().flatten()).collect())
     }
 }
 
 /// Reads and decodes a record, or returns `None` if the file does not exist.
-fn read(path: &Path) -> Result<Option<Record>> {
-    let failed = |error: io::Error| Error::caused(Code::IO, format_args!("failed to read {}", path.display()), error);
-    // `cni::file::read` refuses a FIFO, which would block the daemon.
-    let bytes = match cni::file::read(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        outcome => outcome.map_err(failed)?,
-    };
-    serde_json::from_slice(&bytes).map(Some).map_err(|error| failed(error.into()))
+fn read(file: &StateFile) -> Result<Option<Record>> {
+    let failed = |why| Error::caused(Code::IO, format_args!("failed to read {}", file.path().display()), why);
+    file.read()?.map(|content| content.decode().map_err(failed)).transpose()
 }

@@ -66,13 +66,10 @@ pub struct StoredFile {
 pub fn stored_files(conf: &NetConf) -> Result<Vec<StoredFile>> {
     let mut all = Vec::new();
     for file in folder(conf)?.list()?.into_iter().filter(|file| !file.is_temporary()) {
-        let (network, text) = match file.read()? {
-            None => continue,
-            Some(Content::Garbage(why)) => (None, why),
-            Some(Content::Bytes(bytes)) => match serde_json::from_slice::<Value>(&bytes) {
-                Err(error) => (None, error.to_string()),
-                Ok(stored) => (stored["name"].as_str().map(str::to_owned), describe(&stored)),
-            },
+        let Some(content) = file.read()? else { continue };
+        let (network, text) = match content.decode::<Value>() {
+            Err(why) => (None, why),
+            Ok(stored) => (stored["name"].as_str().map(str::to_owned), describe(&stored)),
         };
         let container_id = file.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
         all.push(StoredFile { path: file.path().to_owned(), container_id, network, text });

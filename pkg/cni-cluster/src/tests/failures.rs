@@ -110,8 +110,8 @@ fn a_deleted_ledger_is_rebuilt_from_the_claims() {
 fn an_unwritable_ledger_fails_before_any_request() {
     let memory = memory();
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
-    // A folder with the name of the temporary file.
-    std::fs::create_dir_all(node.sidecar().join("blocks.new")).unwrap();
+    // A folder with the name of the ledger.
+    std::fs::create_dir_all(node.sidecar().join("blocks")).unwrap();
     let error = node.add().unwrap_err();
     assert_eq!((error.code(), memory.borrow().requests.len()), (Code::IO, 0));
     assert!(error.to_string().starts_with("failed to write /"), "{error}");
