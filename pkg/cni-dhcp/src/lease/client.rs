@@ -1,11 +1,10 @@
-//! What a client's protocol decides: its messages. And the account of its search.
+//! What a client's protocol decides: the encoding of its messages. And the account of its search.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Path, State};
-use crate::message::{Ask, Client, LeaseParameters, Reply, Server, v4, v6};
+use crate::message::{Ask, Client, Reply, v6};
 
 /// The identity of a client, and with it the protocol. In a record, both have the fields of their
 /// type only.
@@ -37,33 +36,14 @@ impl Identity {
         matches!(self, Identity::V6(client) if client.iaid.is_none())
     }
 
-    /// Returns the bytes of a state's message. `elapsed`: the time since the state was entered.
+    /// Returns the bytes of a message. `elapsed`: the time since the exchange began.
     ///
     /// # Errors
     /// An option of DHCPv4 is longer than 255 bytes.
-    pub(super) fn write(&self, state: &State, xid: u32, elapsed: Duration) -> Result<Vec<u8>, String> {
+    pub(super) fn write(&self, ask: Ask<'_>, xid: u32, elapsed: Duration) -> Result<Vec<u8>, String> {
         match self {
-            Identity::V4(client) => {
-                let ask = match state {
-                    State::Requesting(LeaseParameters { cidr, server: Server::Ipv4(server), .. }) => {
-                        Ask::Select { address: v4(*cidr), server: *server }
-                    }
-                    State::Confirming(cidr) => Ask::Confirm { address: v4(*cidr) },
-                    State::Renewing(lease) | State::Rebinding(lease) => Ask::Extend { address: lease.terms.address() },
-                    // The others send nothing, or a DHCPv4 client does not enter them.
-                    _ => Ask::Discover,
-                };
-                client.write(ask, xid)
-            }
+            Identity::V4(client) => client.write(ask, xid),
             Identity::V6(client) => {
-                let ask = match state {
-                    State::Requesting(offer) => v6::Ask::Request(offer),
-                    State::Declining(terms) => v6::Ask::Decline(terms),
-                    State::Renewing(lease) => v6::Ask::Renew(&lease.terms),
-                    State::Rebinding(lease) => v6::Ask::Rebind(&lease.terms),
-                    // The others send nothing, or a DHCPv6 client does not enter them.
-                    _ => v6::Ask::Solicit,
-                };
                 let hundredths = elapsed.as_millis() / 10;
                 Ok(client.write(ask, xid, u16::try_from(hundredths).unwrap_or(u16::MAX)))
             }
@@ -75,22 +55,6 @@ impl Identity {
         match self {
             Identity::V4(client) => client.read(bytes, xid),
             Identity::V6(client) => client.read(bytes, xid),
-        }
-    }
-
-    /// Returns the message that releases a lease, and its path.
-    ///
-    /// # Errors
-    /// The client identifier of DHCPv4 is longer than 255 bytes, or the lease is not DHCPv4's.
-    pub(super) fn release(&self, terms: &LeaseParameters, xid: u32) -> Result<(Vec<u8>, Path), String> {
-        match (self, &terms.server) {
-            (Identity::V4(client), Server::Ipv4(to)) => {
-                let (from, to) = (terms.address(), *to);
-                let bytes = client.write(Ask::Release { address: from, server: to }, xid)?;
-                Ok((bytes, Path::Unicast { from, to }))
-            }
-            (Identity::V6(client), _) => Ok((client.write(v6::Ask::Release(terms), xid, 0), Path::Multicast)),
-            (Identity::V4(_), Server::Duid(_)) => Err("a DHCPv4 lease has no DUID of a server".to_owned()),
         }
     }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use cni::Cidr;
 
 use crate::message::v6::Information;
-use crate::message::{Client, HIGHEST_PREFERENCE, LeaseParameters, Reply, Server, v4};
+use crate::message::{Ask, Client, HIGHEST_PREFERENCE, LeaseParameters, Reply, Server, v4};
 pub use client::Identity;
 use client::Search;
 pub use granted::Lease;
@@ -128,6 +128,21 @@ enum State {
     Renewing(Lease),
     /// It asks all servers to extend the lease (REBINDING).
     Rebinding(Lease),
+}
+
+impl State {
+    /// Returns the purpose of this state's messages.
+    fn ask(&self) -> Ask<'_> {
+        match self {
+            State::Requesting(offer) => Ask::Request(offer),
+            State::Declining(terms) => Ask::Decline(terms),
+            State::Confirming(cidr) => Ask::Confirm(*cidr),
+            State::Renewing(lease) => Ask::Renew(&lease.terms),
+            State::Rebinding(lease) => Ask::Rebind(&lease.terms),
+            // The last two send nothing.
+            State::Searching | State::Probing(_) | State::Bound(_) => Ask::Discover,
+        }
+    }
 }
 
 /// The DHCP client of one attachment.
@@ -267,10 +282,7 @@ impl Session {
             State::Bound(lease) => return Step::Sleep(lease.t1()),
             State::Probing(lease) => return Step::Probe(lease.terms.cidr),
             _ if self.client.is_v6() => Path::Multicast,
-            State::Renewing(Lease { terms, .. }) => match terms.server {
-                Server::Ipv4(to) => Path::Unicast { from: terms.address(), to },
-                Server::Duid(_) => Path::Multicast,
-            },
+            State::Renewing(lease) => path_to_server(&lease.terms),
             State::Rebinding(lease) => Path::BroadcastFrom(lease.terms.address()),
             State::Searching | State::Requesting(_) | State::Declining(_) | State::Confirming(_) => Path::Broadcast,
         };
@@ -291,7 +303,7 @@ impl Session {
         self.search.asked += 1;
         self.sent = now;
         let elapsed = now.saturating_sub(self.begun);
-        match self.client.write(&self.state, self.xid, elapsed) {
+        match self.client.write(self.state.ask(), self.xid, elapsed) {
             Ok(bytes) => Step::Send(bytes, path),
             Err(text) => Step::Failed(text),
         }
@@ -453,7 +465,16 @@ impl Session {
     pub fn release(&mut self, terms: &LeaseParameters) -> Result<(Vec<u8>, Path), String> {
         // This only begins a transaction. The state and its time are not used any more.
         self.enter(State::Searching, self.sent);
-        self.client.release(terms, self.xid)
+        let bytes = self.client.write(Ask::Release(terms), self.xid, Duration::ZERO)?;
+        Ok((bytes, path_to_server(terms)))
+    }
+}
+
+/// Returns the path of a message to the server of a lease.
+fn path_to_server(terms: &LeaseParameters) -> Path {
+    match terms.server {
+        Server::Ipv4(to) => Path::Unicast { from: terms.address(), to },
+        Server::Duid(_) => Path::Multicast,
     }
 }
 

@@ -91,36 +91,25 @@ pub struct Client {
     pub answers: ReplyMode,
 }
 
-/// The purpose of a client's message.
+/// The purpose of a client's message, with the names of DHCPv4 and DHCPv6.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ask {
-    /// DHCPDISCOVER: to get offers from all servers.
+pub enum Ask<'a> {
+    /// DHCPDISCOVER or SOLICIT: to get offers from all servers. INFORMATION-REQUEST of a client
+    /// without IAID.
     Discover,
-    /// DHCPREQUEST: to get the address that a server has offered.
-    Select {
-        /// The address.
-        address: Ipv4Addr,
-        /// The server.
-        server: Ipv4Addr,
-    },
-    /// DHCPREQUEST to all servers: to ask the server that has granted the lease of an address
-    /// whether the lease is still valid.
-    Confirm {
-        /// The address.
-        address: Ipv4Addr,
-    },
-    /// DHCPREQUEST: to extend the lease.
-    Extend {
-        /// The leased address.
-        address: Ipv4Addr,
-    },
-    /// DHCPRELEASE: to give up the lease.
-    Release {
-        /// The leased address.
-        address: Ipv4Addr,
-        /// The server.
-        server: Ipv4Addr,
-    },
+    /// DHCPREQUEST or REQUEST: to get the address that a server has offered.
+    Request(&'a LeaseParameters),
+    /// DHCPREQUEST to all servers, only of DHCPv4: to ask the server that has granted the lease of
+    /// an address whether the lease is still valid.
+    Confirm(Cidr),
+    /// DHCPREQUEST or RENEW: to have the server of the lease extend it.
+    Renew(&'a LeaseParameters),
+    /// DHCPREQUEST or REBIND: to have any server extend the lease.
+    Rebind(&'a LeaseParameters),
+    /// DHCPRELEASE or RELEASE: to give up the lease.
+    Release(&'a LeaseParameters),
+    /// DECLINE, only of DHCPv6: another host has the leased address.
+    Decline(&'a LeaseParameters),
 }
 
 impl Client {
@@ -128,22 +117,25 @@ impl Client {
     ///
     /// # Errors
     /// An option is longer than 255 bytes.
-    pub fn write(&self, ask: Ask, xid: u32) -> Result<Vec<u8>, String> {
-        let kind = match ask {
-            Ask::Discover => DhcpMessageType::Discover,
-            Ask::Select { .. } | Ask::Confirm { .. } | Ask::Extend { .. } => DhcpMessageType::Request,
-            Ask::Release { .. } => DhcpMessageType::Release,
+    pub fn write(&self, ask: Ask<'_>, xid: u32) -> Result<Vec<u8>, String> {
+        let (kind, requested, server, leased) = match ask {
+            // A DHCPv4 client never declines an address.
+            Ask::Discover | Ask::Decline(_) => (DhcpMessageType::Discover, None, None, None),
+            Ask::Request(terms) => (DhcpMessageType::Request, Some(terms.cidr), Some(&terms.server), None),
+            Ask::Confirm(cidr) => (DhcpMessageType::Request, Some(cidr), None, None),
+            Ask::Renew(terms) | Ask::Rebind(terms) => (DhcpMessageType::Request, None, None, Some(terms)),
+            Ask::Release(terms) => (DhcpMessageType::Release, None, Some(&terms.server), Some(terms)),
         };
         let mut options = vec![(code::MESSAGE_TYPE, vec![kind.into()]), (code::CLIENT_ID, self.id.clone())];
-        if !matches!(ask, Ask::Release { .. }) {
+        if !matches!(ask, Ask::Release(_)) {
             options.push((code::MAX_MESSAGE_SIZE, MAX_LENGTH.to_be_bytes().to_vec()));
             options.push((code::REQUESTED_OPTIONS, self.request.clone()));
             options.extend(self.provide.iter().cloned());
         }
-        if let Ask::Select { address, .. } | Ask::Confirm { address } = ask {
-            options.push((code::REQUESTED_ADDRESS, address.octets().to_vec()));
+        if let Some(cidr) = requested {
+            options.push((code::REQUESTED_ADDRESS, v4(cidr).octets().to_vec()));
         }
-        if let Ask::Select { server, .. } | Ask::Release { server, .. } = ask {
+        if let Some(Server::Ipv4(server)) = server {
             options.push((code::SERVER, server.octets().to_vec()));
         }
         options.sort_unstable();
@@ -157,11 +149,11 @@ impl Client {
         message.set_transaction_id(xid);
         message.set_client_hardware_address(EthernetAddress(self.mac));
         message.set_magic_number(MAGIC_NUMBER);
-        if self.answers == ReplyMode::Broadcast && !matches!(ask, Ask::Extend { .. } | Ask::Release { .. }) {
+        if self.answers == ReplyMode::Broadcast && leased.is_none() {
             message.set_flags(DhcpFlags::BROADCAST);
         }
-        if let Ask::Extend { address } | Ask::Release { address, .. } = ask {
-            message.set_client_ip(address);
+        if let Some(terms) = leased {
+            message.set_client_ip(terms.address());
         }
         let mut writer = message.options_mut();
         for (code, data) in &options {

@@ -39,8 +39,8 @@ fn acked(options: &[&[u8]]) -> Option<LeaseParameters> {
 
 #[test]
 fn messages_have_the_options_of_their_kind() {
-    let (address, server) = (Ipv4Addr::new(10, 0, 0, 9), Ipv4Addr::new(10, 0, 0, 1));
-    let codes = |ask| {
+    let terms = &acked(&[]).unwrap();
+    let codes = |ask: Ask<'_>| {
         let bytes = client().write(ask, 7).unwrap();
         assert!(bytes.len() >= MIN_LENGTH && bytes[4..8] == [0, 0, 0, 7]);
         let message = DhcpPacket::new_checked(&bytes).unwrap();
@@ -48,16 +48,16 @@ fn messages_have_the_options_of_their_kind() {
     };
     let none = Ipv4Addr::UNSPECIFIED;
     assert_eq!(codes(Ask::Discover), (vec![12, 53, 55, 57, 61], none));
-    assert_eq!(codes(Ask::Select { address, server }), (vec![12, 50, 53, 54, 55, 57, 61], none));
-    assert_eq!(codes(Ask::Extend { address }), (vec![12, 53, 55, 57, 61], address));
-    assert_eq!(codes(Ask::Release { address, server }), (vec![53, 54, 61], address));
+    assert_eq!(codes(Ask::Request(terms)), (vec![12, 50, 53, 54, 55, 57, 61], none));
+    assert_eq!(codes(Ask::Confirm(terms.cidr)), (vec![12, 50, 53, 55, 57, 61], none));
+    assert_eq!(codes(Ask::Renew(terms)), (vec![12, 53, 55, 57, 61], terms.address()));
+    assert_eq!(codes(Ask::Release(terms)), (vec![53, 54, 61], terms.address()));
 }
 
 #[test]
 fn a_provided_identifier_is_in_the_release_too() {
     let client = Client { id: b"mine".to_vec(), ..client() };
-    let (address, server) = (Ipv4Addr::new(10, 0, 0, 9), Ipv4Addr::new(10, 0, 0, 1));
-    let bytes = client.write(Ask::Release { address, server }, 7).unwrap();
+    let bytes = client.write(Ask::Release(&acked(&[]).unwrap()), 7).unwrap();
     assert!(bytes.windows(6).any(|window| window == [61, 4, b'm', b'i', b'n', b'e']));
 }
 

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use cni::Cidr;
 use serde::{Deserialize, Serialize};
 
-use super::{LeaseParameters, Reply, Server, domains, renewal_times};
+use super::{Ask, LeaseParameters, Reply, Server, domains, renewal_times};
 
 /// The types of messages.
 mod kind {
@@ -62,23 +62,6 @@ pub struct Client {
     pub iaid: Option<u32>,
 }
 
-/// The purpose of a client's message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ask<'a> {
-    /// SOLICIT, to get offers from all servers. INFORMATION-REQUEST of a client without IAID.
-    Solicit,
-    /// REQUEST: to get the address that a server has offered.
-    Request(&'a LeaseParameters),
-    /// RENEW: to have the server of the lease extend it.
-    Renew(&'a LeaseParameters),
-    /// REBIND: to have any server extend the lease.
-    Rebind(&'a LeaseParameters),
-    /// RELEASE: to give up the lease.
-    Release(&'a LeaseParameters),
-    /// DECLINE: another host has the leased address.
-    Decline(&'a LeaseParameters),
-}
-
 /// What an answer contains besides an address.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Information {
@@ -103,8 +86,9 @@ impl Client {
     /// are sent. `hundredths`: the time since the exchange began.
     pub fn write(&self, ask: Ask<'_>, xid: u32, hundredths: u16) -> Vec<u8> {
         let (kind, terms) = match ask {
-            Ask::Solicit if self.iaid.is_none() => (kind::INFORMATION_REQUEST, None),
-            Ask::Solicit => (kind::SOLICIT, None),
+            Ask::Discover if self.iaid.is_none() => (kind::INFORMATION_REQUEST, None),
+            // A DHCPv6 client never confirms an address.
+            Ask::Discover | Ask::Confirm(_) => (kind::SOLICIT, None),
             Ask::Request(terms) => (kind::REQUEST, Some(terms)),
             Ask::Renew(terms) => (kind::RENEW, Some(terms)),
             Ask::Rebind(terms) => (kind::REBIND, Some(terms)),

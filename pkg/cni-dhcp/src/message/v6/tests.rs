@@ -49,14 +49,14 @@ fn messages_have_the_options_of_their_kind() {
         let codes: Vec<u16> = options(&bytes[4..]).unwrap().iter().map(|(code, _)| *code).collect();
         (bytes[0], codes)
     };
-    assert_eq!(codes(Ask::Solicit), (1, vec![1, 8, 3, 6]));
+    assert_eq!(codes(Ask::Discover), (1, vec![1, 8, 3, 6]));
     assert_eq!(codes(Ask::Request(&terms)), (3, vec![1, 2, 8, 3, 6]));
     assert_eq!(codes(Ask::Renew(&terms)), (5, vec![1, 2, 8, 3, 6]));
     assert_eq!(codes(Ask::Rebind(&terms)), (6, vec![1, 8, 3, 6]));
     assert_eq!(codes(Ask::Release(&terms)), (8, vec![1, 2, 8, 3]));
     assert_eq!(codes(Ask::Decline(&terms)), (9, vec![1, 2, 8, 3]));
     let stateless = Client { iaid: None, ..client() };
-    assert_eq!(stateless.write(Ask::Solicit, 5, 0)[0], 11);
+    assert_eq!(stateless.write(Ask::Discover, 5, 0)[0], 11);
     let renewal = client().write(Ask::Renew(&terms), 5, 70);
     assert!(renewal.windows(28).any(|window| window == address(ADDRESS, 0, 0)), "the address is in the message");
 }
