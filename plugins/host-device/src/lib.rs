@@ -30,7 +30,7 @@ use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Error, Result, ident};
 use cni_linux::{Link, LinkKind, Mac, Netlink, Netns};
-use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, Ownership, Release, host_interface};
+use cni_plugin::interface::{AttachmentContext, CreatedLink, HostEnd, Interface, Release, host_interface};
 use cni_plugin::record::AttachmentRecord as _;
 
 pub use conf::{Conf, Keys};
@@ -97,15 +97,15 @@ impl Interface for HostDevice {
         Ok(CreatedLink { index, mac: mac.unwrap_or(Mac::ZERO), result, interface_position: 0, link: () })
     }
 
-    /// Returns `Ours` if the interface has the hardware address in `prevResult`, or if the
+    /// Returns `true` if the interface has the hardware address in `prevResult`, or if the
     /// configuration may have selected it. The address alone does not suffice, because a later
     /// plugin may have changed it. Never returns `None`, because the alias does not name an
     /// attachment.
-    fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<Ownership> {
+    fn claims(&self, call: &Call<'_>, prev: Option<&AddResult>, inner: &Link) -> Option<bool> {
         let has_prev_mac = inner.mac.is_some() && inner.mac == prev_mac(call, prev);
         let may_be_selected =
             || host_name(inner).is_some_and(|name| keys_of(call).may_have_selected(name, inner) && !is_dpdk(call));
-        Some(if has_prev_mac || may_be_selected() { Ownership::Ours } else { Ownership::NotOurs })
+        Some(has_prev_mac || may_be_selected())
     }
 
     fn remove_recorded(&self, call: &Call<'_>, container: &Netlink, netns: &Netns) -> Result<bool> {

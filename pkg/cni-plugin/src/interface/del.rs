@@ -21,7 +21,7 @@ use cni_firewall::AttachmentFilter;
 use cni_linux::{Link, Netlink, Netns};
 
 use super::adopted::take_off;
-use super::{HostEnd, Interface, Ownership, PortMark, Release, give_back, masquerade, purge_addresses};
+use super::{HostEnd, Interface, PortMark, Release, give_back, masquerade, purge_addresses};
 use crate::identity::expected_mac;
 
 /// Removes the attachment's masquerade rules, its links, what the plugin itself created, and its
@@ -167,7 +167,7 @@ impl<I: Interface> Links<'_, '_, I> {
             }
             return Ok(is_ours);
         }
-        if self.ownership(host, inner, outer.as_ref())? == Ownership::Ours {
+        if self.is_own(host, inner, outer.as_ref())? {
             self.plugin.remove(self.call, container, inner)?;
             return Ok(true);
         }
@@ -179,21 +179,19 @@ impl<I: Interface> Links<'_, '_, I> {
         Ok(false)
     }
 
-    /// Returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end
-    /// on the host.
-    fn ownership(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<Ownership> {
-        if let Some(ownership) = self.plugin.claims(self.call, self.prev, inner) {
-            return Ok(ownership);
+    /// Whether `inner`, which is CNI_IFNAME, belongs to this attachment. `outer` is its end on the
+    /// host.
+    fn is_own(&self, host: &Netlink, inner: &Link, outer: Option<&Link>) -> Result<bool> {
+        if let Some(is_claimed) = self.plugin.claims(self.call, self.prev, inner) {
+            return Ok(is_claimed);
         }
         let end_with_alias = if I::HOST_END == HostEnd::None { Some(inner) } else { outer };
         let alias = end_with_alias.and_then(|link| link.alias.as_deref());
         let names_attachment = alias.is_some_and(|alias| AttachmentId::parse(alias).is_some());
-        let is_ours = if names_attachment {
-            self.attachment.is_on(alias)
-        } else {
-            self.plugin.is_kind(inner) && self.is_ours_without_alias(host, inner, outer)?
-        };
-        Ok(if is_ours { Ownership::Ours } else { Ownership::NotOurs })
+        if names_attachment {
+            return Ok(self.attachment.is_on(alias));
+        }
+        Ok(self.plugin.is_kind(inner) && self.is_ours_without_alias(host, inner, outer)?)
     }
 
     /// Whether `inner` belongs to this attachment. Called if no alias names an attachment, because

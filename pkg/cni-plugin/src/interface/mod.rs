@@ -199,10 +199,10 @@ pub trait Interface {
         Ok(!is_host_netns)
     }
 
-    /// DEL: decides whether `inner`, which is CNI_IFNAME, belongs to this attachment. `None` leaves
+    /// DEL: returns whether `inner`, which is CNI_IFNAME, belongs to this attachment. `None` leaves
     /// the decision to the caller, which looks at the alias, the kind of `inner` and `prevResult`,
     /// and finally asks [`owns_unmarked`](Interface::owns_unmarked).
-    fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<Ownership> {
+    fn claims(&self, _call: &Call<'_>, _prev: Option<&AddResult>, _inner: &Link) -> Option<bool> {
         None
     }
 
@@ -271,15 +271,6 @@ pub enum HostEnd {
         /// The number of other interfaces of the host that the result lists before this end.
         listed_after: usize,
     },
-}
-
-/// Whether an interface in the container belongs to an attachment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ownership {
-    /// The interface belongs to this attachment: DEL removes it.
-    Ours,
-    /// The interface does not belong to this attachment: DEL leaves it.
-    NotOurs,
 }
 
 /// When the addresses are given back to IPAM.
