@@ -148,12 +148,12 @@ impl<'a> Delegate<'a> {
         match self.add() {
             Ok(result) => {
                 if !had_addresses {
-                    rollback.push(format!("run DEL of {program}"), move || self.del());
+                    rollback.push(format!("run DEL of {program}"), move || self.call(Verb::Del));
                 }
                 Ok(result)
             }
             Err(Failure::Unanswered(error)) if !had_addresses => {
-                if let Err(del_error) = self.del() {
+                if let Err(del_error) = self.call(Verb::Del) {
                     self.notes.note(format_args!("DEL of {program} after its failed ADD: {del_error}"));
                 }
                 Err(error)
@@ -199,39 +199,12 @@ impl<'a> Delegate<'a> {
         }
     }
 
-    /// Runs the delegate's CHECK.
+    /// Runs a verb of the delegate whose answer has no content: any but ADD.
     ///
     /// # Errors
     /// Those of [`interpret`].
-    pub fn check(&self) -> Result<()> {
-        self.run(Verb::Check)?;
-        Ok(())
-    }
-
-    /// Runs the delegate's DEL.
-    ///
-    /// # Errors
-    /// Those of [`interpret`].
-    pub fn del(&self) -> Result<()> {
-        self.run(Verb::Del)?;
-        Ok(())
-    }
-
-    /// Runs the delegate's GC.
-    ///
-    /// # Errors
-    /// Those of [`interpret`].
-    pub fn gc(&self) -> Result<()> {
-        self.run(Verb::Gc)?;
-        Ok(())
-    }
-
-    /// Runs the delegate's STATUS.
-    ///
-    /// # Errors
-    /// Those of [`interpret`].
-    pub fn status(&self) -> Result<()> {
-        self.run(Verb::Status)?;
+    pub fn call(&self, verb: Verb) -> Result<()> {
+        self.run(verb)?;
         Ok(())
     }
 
@@ -277,6 +250,15 @@ impl<'a> Delegate<'a> {
         let msg = format!("{}: the result of its ADD cannot be used: {why}", self.program.display());
         Error::new(Code::DECODE, msg).with_details(excerpt(stdout))
     }
+}
+
+/// Runs a verb of the configuration's IPAM plugin, any but ADD. Does nothing without an IPAM
+/// plugin.
+///
+/// # Errors
+/// Those of [`Delegate::find_ipam`] and [`interpret`].
+pub fn call_ipam(call: &Call<'_>, verb: Verb) -> Result<()> {
+    Delegate::find_ipam(call)?.map_or(Ok(()), |ipam| ipam.call(verb))
 }
 
 /// Whether the IPAM plugin of this name keeps reservations as host-local does: in its folder, with

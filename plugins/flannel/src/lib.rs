@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use cni::config::{NetConf, ValidAttachments};
 use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
-use cni::skel::{Added, Call, Plugin, Role};
+use cni::skel::{Added, Call, Plugin, Role, Verb};
 use cni::{Code, Error, Result};
 use cni_plugin::folder::{Content, Folder, StateFile};
 use serde_json::{Map, Value};
@@ -136,7 +136,7 @@ impl Plugin for Flannel {
             Stored::Delegated(stored) => stored,
             Stored::Undecodable | Stored::None => delegated(&call.conf)?,
         };
-        find_delegate(call, &delegated)?.check()
+        find_delegate(call, &delegated)?.call(Verb::Check)
     }
 
     /// Also runs the delegate if no configuration of this network is stored: the ADD of another
@@ -151,7 +151,7 @@ impl Plugin for Flannel {
             Stored::Undecodable | Stored::None => delegated(&call.conf),
         };
         match delegated {
-            Ok(delegated) => find_delegate(call, &delegated)?.del()?,
+            Ok(delegated) => find_delegate(call, &delegated)?.call(Verb::Del)?,
             Err(error) => call.notes.note(format_args!(
                 "flannel: no plugin was run, since {} has no configuration of this network: {error}",
                 file.path().display()
@@ -183,7 +183,7 @@ impl Plugin for Flannel {
             Ok(present) => drop(delegates.insert(gc_key(&present), present)),
             Err(error) => call.notes.note(format_args!("gc: only stored configurations are used: {error}")),
         }
-        let run = |delegated: Delegated| find_delegate(call, &delegated)?.gc();
+        let run = |delegated: Delegated| find_delegate(call, &delegated)?.call(Verb::Gc);
         Error::join(delegates.into_values().filter_map(|delegated| run(delegated).err()))?;
         let purge = |file: StateFile| {
             call.notes.note(format_args!("gc: removes {}", file.path().display()));
@@ -200,7 +200,7 @@ impl Plugin for Flannel {
             _ => error,
         })?;
         folder(&call.conf)?.check_writable()?;
-        find_delegate(call, &delegated)?.status()
+        find_delegate(call, &delegated)?.call(Verb::Status)
     }
 }
 

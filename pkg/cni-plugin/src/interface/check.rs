@@ -5,9 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use cni::delegate::Delegate;
+use cni::delegate::call_ipam;
 use cni::result::{AddResult, IpConfig};
-use cni::skel::{Call, RestoreMode};
+use cni::skel::{Call, RestoreMode, Verb};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::route::MAIN_TABLE;
 use cni_linux::{Addr, Family, Link, Mac, Watch, sysctl};
@@ -47,24 +47,16 @@ pub struct Check<'a, C> {
 pub(super) fn check<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     let attachment = OpenedAttachment::open(plugin, call)?;
     if !plugin.is_in_kernel(&attachment.context.conf)? {
-        return check_ipam(call);
+        return call_ipam(call, Verb::Check);
     }
     let check = attachment.find_interface(plugin)?;
-    check_ipam(call)?;
+    call_ipam(call, Verb::Check)?;
     let policy = plugin.layer3(&check.context.conf);
     CommonConf::read(&call.conf, &policy, &call.notes)?.accept_ra.check(&check.context)?;
     if !plugin.is_kind(&check.inner) {
         return Err(failed(format!("Container interface {} not of type {}", check.inner.name, I::KIND)));
     }
     plugin.check(&check)
-}
-
-/// Runs the CHECK of the IPAM plugin, if the configuration has one.
-fn check_ipam(call: &Call<'_>) -> Result<()> {
-    match Delegate::find_ipam(call)? {
-        Some(ipam) => ipam.check(),
-        None => Ok(()),
-    }
 }
 
 /// An attachment and `prevResult`, before CNI_IFNAME is looked up in the container.

@@ -13,9 +13,9 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use cni::AttachmentId;
-use cni::delegate::Delegate;
+use cni::delegate::call_ipam;
 use cni::result::AddResult;
-use cni::skel::Call;
+use cni::skel::{Call, Verb};
 use cni::{Cidr, Error, Result};
 use cni_firewall::AttachmentFilter;
 use cni_linux::{Link, Netlink, Netns};
@@ -42,7 +42,7 @@ pub(super) fn del<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     }
     let order = Release::order::<I>(call);
     if order == Release::BeforeLink {
-        errors.extend(release(call).err());
+        errors.extend(call_ipam(call, Verb::Del).err());
     }
     let links = Links { plugin, call, attachment: &attachment, prev: prev.as_ref() };
     errors.extend(links.remove().err());
@@ -50,20 +50,11 @@ pub(super) fn del<I: Interface>(plugin: &I, call: &Call<'_>) -> Result<()> {
     // IPAM may give a released address to the next container at once, so the interface that had the
     // address must be gone.
     if order == Release::AfterLink {
-        errors.extend(release(call).err());
+        errors.extend(call_ipam(call, Verb::Del).err());
     }
     // Appended after the errors of the links and of IPAM: joined errors have the code of the first.
     errors.extend(cleaned.err());
     Error::join(errors)
-}
-
-/// Runs the DEL of the IPAM plugin, which releases the attachment's addresses. Does nothing without
-/// an IPAM plugin.
-fn release(call: &Call<'_>) -> Result<()> {
-    match Delegate::find_ipam(call)? {
-        Some(ipam) => ipam.del(),
-        None => Ok(()),
-    }
 }
 
 /// Returns `prevResult`. Returns `None` if it is absent, or, with a note, if it cannot be parsed.

@@ -11,8 +11,8 @@ use std::collections::BTreeSet;
 
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
-use cni::delegate::Delegate;
-use cni::skel::Call;
+use cni::delegate::call_ipam;
+use cni::skel::{Call, Verb};
 use cni::{Error, Result};
 use cni_firewall::AttachmentFilter;
 use cni_linux::{Link, Netlink};
@@ -31,8 +31,7 @@ pub(super) fn gc<I: Interface>(plugin: &I, call: &Call<'_>, valid: &ValidAttachm
     if has_host_end {
         errors.extend(gc_links(call, valid).err());
     }
-    let ipam_gc = Delegate::find_ipam(call).and_then(|ipam| ipam.map_or(Ok(()), |ipam| ipam.gc()));
-    errors.extend(ipam_gc.err());
+    errors.extend(call_ipam(call, Verb::Gc).err());
     errors.extend(plugin.gc(call, valid).err());
     if has_host_end {
         let filter = AttachmentFilter::Garbage { network, valid };

@@ -39,7 +39,7 @@ use cni::delegate::Delegate;
 use cni::json::{Json, UnknownKey};
 use cni::result::{AddResult, IpConfig};
 use cni::rollback::{Notes, Rollback};
-use cni::skel::{Added, Call, Plugin, RestoreMode, Role};
+use cni::skel::{Added, Call, Plugin, RestoreMode, Role, Verb};
 use cni::{Cidr, Code, Error, Result};
 use cni_linux::{Dad, Link, Mac, Netlink, Netns, Watch};
 use serde::de::DeserializeOwned;
@@ -441,7 +441,7 @@ impl<I: Interface> Plugin for InterfacePlugin<I> {
         CommonConf::read(&call.conf, &policy, &call.notes)?;
         masquerade::status(call, policy.masquerade)?;
         match Delegate::find_ipam(call).map_err(|error| error.with_code(Code::NOT_AVAILABLE))? {
-            Some(ipam) => ipam.status(),
+            Some(ipam) => ipam.call(Verb::Status),
             None => Ok(()),
         }
     }
