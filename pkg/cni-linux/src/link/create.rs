@@ -14,16 +14,6 @@ use crate::netns::Netns;
 use crate::watch::Watch;
 use cni::AttachmentId;
 
-/// Whether the interface has a carrier, as far as the kernel has noticed.
-///
-/// In state [`OperState::Unknown`], an interface that is up counts as having a carrier, except a
-/// veth. A bridge works in this state, and stays in it until the first loss of its carrier. A veth
-/// is in this state for a moment after its creation, before the kernel notices that the veth has no
-/// carrier.
-fn has_carrier(link: &Link) -> bool {
-    link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
-}
-
 impl Netlink {
     /// Creates a dummy interface, down, in this connection's namespace.
     ///
@@ -94,7 +84,7 @@ impl Netlink {
     pub fn wait_carrier(&self, watch: &Watch, index: u32, deadline: Instant, machine: &dyn Machine) -> Result<()> {
         let what = format!("the carrier of interface {index}");
         watch.wait(&what, deadline, machine, || match self.find_link_by_index(index)? {
-            Some(link) => Ok(has_carrier(&link).then_some(())),
+            Some(link) => Ok(link.has_carrier().then_some(())),
             None => Err(Error::new(format_args!("failed to find interface {index}"), Cause::LinkNotFound)),
         })
     }

@@ -227,6 +227,16 @@ impl Link {
         self.kind == LinkKind::Other("ifb".to_owned())
     }
 
+    /// Whether it has a carrier, as far as the kernel has noticed.
+    ///
+    /// In state [`OperState::Unknown`], an interface that is up counts as having a carrier, except
+    /// a veth. A bridge works in this state, and stays in it until the first loss of its carrier. A
+    /// veth is in this state for a moment after its creation, before the kernel notices that the
+    /// veth has no carrier.
+    pub fn has_carrier(&self) -> bool {
+        self.oper_state == OperState::Up || (self.oper_state == OperState::Unknown && self.up && !self.is_veth())
+    }
+
     /// Whether it is an end of a veth pair.
     pub fn is_veth(&self) -> bool {
         self.kind == LinkKind::Veth

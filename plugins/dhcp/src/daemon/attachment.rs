@@ -1,6 +1,7 @@
 //! The task of one attachment: it sends and receives messages for the state machine of
 //! [`cni_dhcp::lease`], writes the record, and publishes the status of the lease.
 
+use std::convert::Infallible;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -137,7 +138,8 @@ impl Attachment {
     /// or the daemon ends.
     pub(crate) async fn run(mut self) {
         let key = self.record.key();
-        match self.maintain_lease(&key).await {
+        let Err(end) = self.maintain_lease(&key).await;
+        match end {
             TaskEnd::DaemonEnded => {}
             TaskEnd::GaveUp(why) => {
                 log(format_args!("{key}: {why}"));
@@ -205,27 +207,23 @@ impl Attachment {
     }
 
     /// Acquires the lease and renews it, until something ends the task.
-    async fn maintain_lease(&mut self, key: &str) -> TaskEnd {
+    async fn maintain_lease(&mut self, key: &str) -> Result<Infallible, TaskEnd> {
         if self.session.lease().is_none() {
             log(format_args!("{key}: acquiring lease"));
             let (interface, timeout, family) = (self.interface.clone(), self.session.carrier_wait(), self.family());
             tokio::select! {
                 // A command that is already in the channel is processed before any message is sent.
                 biased;
-                end = self.process_commands(key) => return end,
-                up = interface.bring_up(timeout, family) => if let Err(error) = up {
-                    return TaskEnd::GaveUp(error);
-                },
+                end = self.process_commands(key) => return Err(end),
+                up = interface.bring_up(timeout, family) => up.map_err(TaskEnd::GaveUp)?,
             }
         }
         let mut exchange = Exchange::default();
         // Whether the last request to extend the lease has no answer yet.
         let mut is_unanswered = false;
         loop {
-            if let Some(change) = self.session.elapse(now())
-                && let Err(error) = self.apply_change(key, change)
-            {
-                return self.give_up_unrecorded(key, &error);
+            if let Some(change) = self.session.elapse(now()) {
+                self.apply_change(key, change)?;
             }
             let until = match self.session.step(now()) {
                 Step::Send(bytes, path) => {
@@ -239,7 +237,7 @@ impl Attachment {
                             is_unanswered = false;
                             exchange.close();
                             if self.interface.is_gone() {
-                                return TaskEnd::GaveUp(INTERFACE_GONE.into());
+                                return Err(TaskEnd::GaveUp(INTERFACE_GONE.into()));
                             }
                             // The message counts as lost in the network, and is repeated later.
                             let why = format!("failed to send a DHCP message on {}: {error}", self.interface.name);
@@ -258,22 +256,20 @@ impl Attachment {
                     let (interface, timeout) = (self.interface.clone(), self.session.carrier_wait());
                     tokio::select! {
                         biased;
-                        end = self.process_commands(key) => return end,
+                        end = self.process_commands(key) => return Err(end),
                         unique = interface.is_unique(cidr, timeout) => match unique {
                             Ok(is_unique) => {
                                 if !is_unique {
                                     let why = format!("another host on the link has {}", cidr.address());
                                     self.log_repeated_error(key, why);
                                 }
-                                if let Some(change) = self.session.probed(is_unique, now())
-                                    && let Err(error) = self.apply_change(key, change)
-                                {
-                                    return self.give_up_unrecorded(key, &error);
+                                if let Some(change) = self.session.probed(is_unique, now()) {
+                                    self.apply_change(key, change)?;
                                 }
                             }
                             Err(error) => {
                                 self.release(key);
-                                return TaskEnd::GaveUp(error);
+                                return Err(TaskEnd::GaveUp(error));
                             }
                         },
                     }
@@ -285,7 +281,8 @@ impl Attachment {
                         self.release(key);
                     }
                     let last_error = self.record.error.as_ref().map(|error| format!("; {error}")).unwrap_or_default();
-                    return TaskEnd::GaveUp(format!("{NO_MORE_TRIES}: {}: {why}{last_error}", self.interface.name));
+                    let name = &self.interface.name;
+                    return Err(TaskEnd::GaveUp(format!("{NO_MORE_TRIES}: {name}: {why}{last_error}")));
                 }
             };
             self.add_pending(key);
@@ -294,7 +291,7 @@ impl Attachment {
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
                     if wait > UNCHECKED_SLEEP && self.interface.is_gone() {
-                        return TaskEnd::GaveUp(INTERFACE_GONE.into());
+                        return Err(TaskEnd::GaveUp(INTERFACE_GONE.into()));
                     }
                 }
                 received = exchange.receive() => match received {
@@ -302,18 +299,16 @@ impl Attachment {
                         is_unanswered = false;
                         if let Change::Informed(information) = change {
                             self.publish(information);
-                            return TaskEnd::Informed;
+                            return Err(TaskEnd::Informed);
                         }
-                        if let Err(error) = self.apply_change(key, change) {
-                            return self.give_up_unrecorded(key, &error);
-                        }
+                        self.apply_change(key, change)?;
                     },
                     Err(error) => {
                         log(format_args!("{key}: failed to receive DHCP messages on {}: {error}", self.interface.name));
                         exchange.close();
                     }
                 },
-                end = self.process_commands(key) => return end,
+                end = self.process_commands(key) => return Err(end),
             }
         }
     }
@@ -338,14 +333,6 @@ impl Attachment {
             Ok(()) => self.pending = None,
             Err(error) => self.log_repeated_error(key, error.to_string()),
         }
-    }
-
-    /// Releases a lease that cannot be recorded because of `error`. Returns how the task ends.
-    fn give_up_unrecorded(&mut self, key: &str, error: &cni::Error) -> TaskEnd {
-        if self.session.lease().is_some() {
-            self.release(key);
-        }
-        TaskEnd::GaveUp(error.to_string())
     }
 
     /// Processes the daemon's commands until one ends the task.
@@ -394,9 +381,10 @@ impl Attachment {
     /// Updates the record, the interface and the status after a change of the lease.
     ///
     /// # Errors
-    /// That of [`write_record`](Attachment::write_record).
-    fn apply_change(&mut self, key: &str, change: Change) -> Result<(), cni::Error> {
-        match change {
+    /// The record cannot be written, see [`write_record`](Attachment::write_record). Then the lease
+    /// has been released.
+    fn apply_change(&mut self, key: &str, change: Change) -> Result<(), TaskEnd> {
+        let outcome = match change {
             Change::Offered(terms) => self.record_offer(terms),
             Change::Acquired | Change::Extended => self.apply_lease(key, None),
             Change::Moved(old) => self.apply_lease(key, Some(old)),
@@ -406,7 +394,13 @@ impl Attachment {
             }
             // The task has ended; see `maintain_lease`.
             Change::Informed(_) => Ok(()),
-        }
+        };
+        outcome.map_err(|error| {
+            if self.session.lease().is_some() {
+                self.release(key);
+            }
+            TaskEnd::GaveUp(error.to_string())
+        })
     }
 
     /// Records an offered address before it is requested, so that a later daemon can release it if

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use cni_dhcp::rpc::{CONNECTED, Connection, Method, Request, write_response};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
@@ -38,7 +39,7 @@ pub(super) async fn serve(daemon: Rc<Daemon>, stream: UnixStream) {
             Ok(result) => write_response(&request, Ok(result.as_deref())),
             Err(text) => write_response(&request, Err(text)),
         };
-        let Ok(Ok(())) = timeout(CLIENT_LIMIT, client.write_all(&response)).await else { return };
+        let Ok(Ok(())) = timeout(CLIENT_LIMIT, client.stream.write_all(&response)).await else { return };
     }
 }
 
@@ -53,7 +54,7 @@ impl Client {
             let received = self.decoder.request();
             if !self.is_greeted && self.decoder.handshake_done() {
                 self.is_greeted = true;
-                self.write_all(CONNECTED).await?;
+                self.stream.write_all(CONNECTED).await?;
             }
             match received.map_err(io::Error::other)? {
                 Some(request) => return Ok(request),
@@ -69,16 +70,11 @@ impl Client {
     /// The client has closed the connection, or an I/O error.
     async fn receive_bytes(&mut self) -> io::Result<()> {
         let mut buffer = [0; 4096];
-        loop {
-            self.stream.readable().await?;
-            match self.stream.try_read(&mut buffer) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(length) => {
-                    self.decoder.push(&buffer[..length]);
-                    return Ok(());
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
+        match self.stream.read(&mut buffer).await? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            length => {
+                self.decoder.push(&buffer[..length]);
+                Ok(())
             }
         }
     }
@@ -86,18 +82,5 @@ impl Client {
     /// Waits until the client closes the connection.
     async fn closed(&mut self) {
         while self.receive_bytes().await.is_ok() {}
-    }
-
-    /// Writes all bytes to the client.
-    async fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
-        while !bytes.is_empty() {
-            self.stream.writable().await?;
-            match self.stream.try_write(bytes) {
-                Ok(length) => bytes = &bytes[length..],
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
     }
 }

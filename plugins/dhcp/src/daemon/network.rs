@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use cni::Cidr;
 use cni::result::AddResult;
-use cni_linux::{Dad, Error, Family, Link, LinkKind, Mac, Netlink, Netns, OperState, Route, Watch};
+use cni_linux::{Dad, Error, Family, LinkKind, Mac, Netlink, Netns, Route, Watch};
 use cni_plugin::interface::kernel_route;
 use tokio::io::unix::AsyncFd;
 
@@ -51,12 +51,6 @@ pub(crate) fn find(netns: PathBuf, name: &str) -> Result<Interface, String> {
 )]
 pub(crate) fn register<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::new(fd)
-}
-
-/// Whether the link has a carrier. If the driver does not report the carrier, an interface that is
-/// up counts as having one, except a veth, which reports its carrier a moment later.
-fn has_carrier(link: &Link) -> bool {
-    link.oper_state == OperState::Up || (link.oper_state == OperState::Unknown && link.up && !link.is_veth())
 }
 
 impl Interface {
@@ -138,7 +132,7 @@ impl Interface {
                 Family::V4 => true,
                 Family::V6 => self.link_local(netlink).map_err(text)?.is_some(),
             };
-            Ok((has_carrier(&link) && is_ready).then_some(()))
+            Ok((link.has_carrier() && is_ready).then_some(()))
         };
         self.wait(timeout, check).await.map(drop)
     }
