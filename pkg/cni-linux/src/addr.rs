@@ -142,17 +142,12 @@ impl Netlink {
         if !is_tentative {
             return Ok(());
         }
-        let deleted = self.delete_address(index, cidr);
-        let added = self.add_address(index, cidr, Dad::Skip);
-        for result in [deleted, added] {
-            match result {
-                // Another ADD may do the same at the same time, so "not found" and "exists" are not
-                // failures.
-                Err(error) if !error.is_exists() && !error.is_not_found() => return Err(error),
-                _ => {}
-            }
+        let purged = self.purge_address(index, cidr);
+        match self.add_address(index, cidr, Dad::Skip) {
+            // Another ADD may do the same at the same time.
+            Err(error) if error.is_exists() => purged,
+            added => purged.and(added),
         }
-        Ok(())
     }
 
     /// Adds an address with these flags. Fails with EEXIST if the interface has the address.
@@ -172,13 +167,12 @@ impl Netlink {
         })
     }
 
-    /// Deletes an address.
-    ///
-    /// # Errors
-    /// [`Error::is_not_found`] if the interface does not have the address, or does not exist.
-    pub fn delete_address(&self, index: u32, cidr: Cidr) -> Result<()> {
+    /// Deletes an address, if the interface exists and has it.
+    pub fn purge_address(&self, index: u32, cidr: Cidr) -> Result<()> {
         let message = address_request(index, cidr);
-        self.change(Kind::DelAddress, index, &message, 0, |link| format!("failed to delete {cidr} from {link}"))
+        let deleted =
+            self.change(Kind::DelAddress, index, &message, 0, |link| format!("failed to delete {cidr} from {link}"));
+        deleted.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 }
 
@@ -278,10 +272,13 @@ mod tests {
             assert!(error.is_exists(), "{error}");
             assert!(error.to_string().starts_with("failed to add 10.1.2.3/24 to br0: File exists"), "{error}");
             for text in ["10.1.2.3/24", "fd00::5/64"] {
-                netlink.delete_address(bridge.index, cidr(text)).unwrap();
-                let error = netlink.delete_address(bridge.index, cidr(text)).unwrap_err();
-                assert!(error.is_not_found(), "{error}");
+                netlink.purge_address(bridge.index, cidr(text)).unwrap();
+                netlink.purge_address(bridge.index, cidr(text)).unwrap();
             }
+            let left = netlink.list_addresses(bridge.index).unwrap();
+            let purged = ["10.1.2.3/24", "fd00::5/64"].map(cidr);
+            assert!(left.iter().all(|addr| !purged.contains(&addr.cidr)), "{left:?}");
+            netlink.purge_address(4711, cidr("10.1.2.3/24")).unwrap();
         });
     }
 
@@ -307,9 +304,9 @@ mod tests {
             let saved = netlink.save_addresses(bridge.index, &cidrs).unwrap();
             assert_eq!(saved.len(), 3);
             for cidr in cidrs {
-                // Not every deletion succeeds: 10.1.0.3 is absent, and the kernel deletes 10.1.0.2
-                // with 10.1.0.1, whose secondary address it is.
-                let _ = netlink.delete_address(bridge.index, cidr);
+                // 10.1.0.3 is absent, and the kernel deletes 10.1.0.2 with 10.1.0.1, whose
+                // secondary address it is.
+                netlink.purge_address(bridge.index, cidr).unwrap();
             }
             let left = netlink.list_addresses(bridge.index).unwrap();
             assert!(left.iter().all(|addr| !cidrs.contains(&addr.cidr)), "{left:?}");

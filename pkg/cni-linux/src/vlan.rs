@@ -163,6 +163,7 @@ fn expand_ranges(entries: impl IntoIterator<Item = BridgeVlanInfo>) -> Vec<Vlan>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::netlink::wire::emitted;
     use crate::testing::in_new_netns;
     use crate::{BridgeSpec, Mac, VethSpec};
 
@@ -211,7 +212,7 @@ mod tests {
     #[test]
     fn a_request_has_the_bytes_that_the_bridge_program_sends() {
         let access = BridgeVlanInfoFlags::Pvid | BridgeVlanInfoFlags::Untagged;
-        let bytes = vlan_request(7, 100, access, Target::Port).bytes();
+        let bytes = emitted(&vlan_request(7, 100, access, Target::Port));
         let (family, index, attributes) = (bytes[0], &bytes[4..8], &bytes[16..]);
         assert_eq!((i32::from(family), index), (libc::AF_BRIDGE, 7u32.to_ne_bytes().as_slice()));
         // IFLA_AF_SPEC (26) of 20 bytes: IFLA_BRIDGE_FLAGS (0) = BRIDGE_FLAGS_MASTER (1),

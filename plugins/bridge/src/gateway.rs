@@ -113,11 +113,7 @@ impl Plan {
         }
         for address in conflicting {
             notes.note(format_args!("{address} is removed from {} (forceAddress)", link.name));
-            match host.delete_address(link.index, address) {
-                Ok(()) => {}
-                Err(error) if error.is_not_found() => {}
-                Err(error) => return Err(error.into()),
-            }
+            host.purge_address(link.index, address)?;
         }
         let mut added = Vec::new();
         for gateway in missing {

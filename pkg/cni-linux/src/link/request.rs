@@ -10,7 +10,7 @@ use netlink_packet_core::Emitable;
 use super::LinkFlag;
 use super::decode::native_u32;
 use crate::mac::Mac;
-use crate::netlink::wire::{attribute, new_attribute, new_nest};
+use crate::netlink::wire::{attribute, emitted, new_attribute, new_nest};
 use crate::netlink::{Body, attributes, text};
 use crate::netns::Netns;
 
@@ -176,14 +176,7 @@ impl LinkRequest {
 
     /// Sets the kind to veth, with this description of the other end.
     pub(crate) fn veth(self, peer: &LinkRequest) -> LinkRequest {
-        self.kind("veth", &new_attribute(VETH_INFO_PEER, &peer.bytes()))
-    }
-
-    /// Returns the encoded request, without the netlink header.
-    pub(crate) fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.buffer_len()];
-        self.emit(&mut bytes);
-        bytes
+        self.kind("veth", &new_attribute(VETH_INFO_PEER, &emitted(peer)))
     }
 }
 
@@ -316,16 +309,16 @@ mod tests {
         let bridge = LinkRequest::without_index().name("br0").kind("bridge", &new_attribute(7, &[1]));
         let set = LinkRequest::new(7).alias("x").txqlen(0).of_bridge().netns_id(-1).answer_filter(8);
         for request in [veth.clone(), bridge.clone(), set] {
-            let read = LinkMessage::parse(&request.bytes()[..]).unwrap();
+            let read = LinkMessage::parse(&emitted(&request)[..]).unwrap();
             let mut written = vec![0; read.buffer_len()];
             read.emit(&mut written);
-            assert_eq!(written, request.bytes(), "{read:?}");
+            assert_eq!(written, emitted(&request), "{read:?}");
         }
-        let read = LinkMessage::parse(&bridge.bytes()[..]).unwrap();
+        let read = LinkMessage::parse(&emitted(&bridge)[..]).unwrap();
         let data = InfoData::Bridge(vec![InfoBridge::VlanFiltering(true)]);
         let info = vec![LinkInfo::Kind(InfoKind::Bridge), LinkInfo::Data(data)];
         assert_eq!(read.attributes, [LinkAttribute::IfName("br0".to_owned()), LinkAttribute::LinkInfo(info)]);
-        let read = LinkMessage::parse(&veth.bytes()[..]).unwrap();
+        let read = LinkMessage::parse(&emitted(&veth)[..]).unwrap();
         let Some(LinkAttribute::LinkInfo(info)) = read.attributes.last() else { panic!("{read:?}") };
         let LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))) = &info[1] else { panic!("{info:?}") };
         assert_eq!(peer.attributes[0], LinkAttribute::IfName("eth0".to_owned()));

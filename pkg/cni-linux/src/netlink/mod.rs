@@ -224,7 +224,7 @@ mod tests {
     fn an_abandoned_answer_does_not_reach_the_next_request() {
         in_new_netns(|| {
             let netlink = Netlink::open().unwrap();
-            let payload = &LinkRequest::without_index().name("lo").bytes();
+            let payload = &wire::emitted(&LinkRequest::without_index().name("lo"));
             let mut bytes = Vec::new();
             // Sequence number 0: no caller waits for the answer.
             wire::Message { kind: Kind::GetLink as u16, flags: 1, sequence: 0, payload }.write(&mut bytes);

@@ -67,15 +67,7 @@ impl PortMark {
 /// # Errors
 /// The first refusal of the kernel, after all addresses have been tried.
 pub fn purge_addresses(netlink: &Netlink, index: u32, addresses: &[Cidr]) -> cni_linux::Result<()> {
-    let mut first_error = None;
-    for address in addresses {
-        if let Err(error) = netlink.delete_address(index, *address)
-            && !error.is_not_found()
-        {
-            first_error.get_or_insert(error);
-        }
-    }
-    first_error.map_or(Ok(()), Err)
+    addresses.iter().map(|address| netlink.purge_address(index, *address)).fold(Ok(()), cni_linux::Result::and)
 }
 
 /// Takes a link with a port mark off its bridge and restores its earlier alias. Does nothing to a

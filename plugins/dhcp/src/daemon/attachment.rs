@@ -373,7 +373,7 @@ impl Attachment {
             }
             // The interface may stay, and the server may lease the address to another client at
             // once.
-            self.log_error(self.interface.delete_address(terms.cidr));
+            self.log_error(self.interface.purge_address(terms.cidr));
         }
         self.purge_record(key);
     }
@@ -417,7 +417,7 @@ impl Attachment {
     fn apply_loss(&mut self, key: &str, lost: Cidr) {
         let why = format!("the lease of {} is lost", lost.address());
         log(format_args!("{key}: {why}"));
-        self.log_error(self.interface.delete_address(lost));
+        self.log_error(self.interface.purge_address(lost));
         self.pending = None;
         // A later daemon must see that the lease has ended.
         if let RecordedLease::Bound(lease) = &mut self.record.lease {
@@ -459,7 +459,7 @@ impl Attachment {
         // The old address is deleted after the new one is added, because an interface without an
         // address loses its routes.
         if let Some(old) = old {
-            self.log_error(self.interface.delete_address(old));
+            self.log_error(self.interface.purge_address(old));
         }
         let seconds = lease.expiry().saturating_sub(now()).as_secs();
         log(format_args!("{key}: {} is leased by {} for {seconds} s", lease.terms.cidr.address(), lease.terms.server));

@@ -175,7 +175,7 @@ impl Interface {
         };
         let is_unique = self.wait(timeout, check).await;
         if added == Some(true) {
-            self.delete_address(cidr).map_err(text)?;
+            self.purge_address(cidr).map_err(text)?;
         }
         Ok(is_unique?.unwrap_or(true))
     }
@@ -230,12 +230,8 @@ impl Interface {
 
     /// Deletes an address. It is not an error if the interface does not have it or the namespace
     /// is gone.
-    pub(crate) fn delete_address(&self, address: Cidr) -> Result<(), Error> {
-        let Some(netlink) = self.netlink()? else { return Ok(()) };
-        match netlink.delete_address(self.index, address) {
-            Err(error) if error.is_not_found() => Ok(()),
-            outcome => outcome,
-        }
+    pub(crate) fn purge_address(&self, address: Cidr) -> Result<(), Error> {
+        self.netlink()?.map_or(Ok(()), |netlink| netlink.purge_address(self.index, address))
     }
 }
 
