@@ -12,7 +12,7 @@ use std::path::Path;
 use std::rc::Rc;
 
 use cni::result::AddResult;
-use cni::rollback::Rollback;
+use cni::rollback::{Notes, Rollback};
 use cni::skel::{Added, Call};
 use cni::{Code, Error, Result};
 use cni_linux::{Link, LinkFlag, Neighbour, Netlink, Netns};
@@ -48,12 +48,10 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
         namespace: Namespace::of(&netns)?,
         interface: None,
     };
-    let changes = NamespaceChanges { backup, previous_backup, attachment, netns: Rc::clone(&netns) };
-    let outcome = netns.run(|| changes.apply(conf, &mut rollback))??;
-    for note in &outcome.notes {
-        call.notes.note(note);
-    }
-    if let Some(InterfaceChange { netlink, link, features, neighbours }) = outcome.interface {
+    let changes =
+        NamespaceChanges { backup, previous_backup, attachment, netns: Rc::clone(&netns), notes: &call.notes };
+    let interface = netns.run(|| changes.apply(conf, &mut rollback))??;
+    if let Some(InterfaceChange { netlink, link, features, neighbours }) = interface {
         if !conf.link.is_empty() {
             change_link(&netlink, &link, &conf.link, &mut rollback)?;
         }
@@ -70,46 +68,39 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: AddResult) -> Resul
 /// The steps for which a thread enters the container's namespace: the backup and the sysctls are
 /// written, and the netlink socket is opened through which [`change_link`] changes the interface
 /// later. The namespace is entered only once, because entering takes as long as all of these steps.
-struct NamespaceChanges {
+struct NamespaceChanges<'a> {
     backup: StateFile,
     /// The content of the backup before this ADD.
     previous_backup: Option<Content>,
     /// This attachment.
     attachment: Attachment,
     netns: Rc<Netns>,
+    notes: &'a Notes,
 }
 
-/// The outcome of the changes inside the namespace.
-struct NamespaceOutcome {
-    /// The changes to the interface, which are not made yet. `None` if the configuration does not
-    /// change the interface.
-    interface: Option<InterfaceChange>,
-    /// Notes for the operator.
-    notes: Vec<String>,
-}
-
-/// The interface before its changes, with sockets of its namespace.
+/// The changes to the interface, which are not made yet, with sockets of its namespace.
 struct InterfaceChange {
     netlink: Netlink,
+    /// The interface before its changes.
     link: Link,
     features: Option<FeatureChange>,
     /// The neighbours that do not exist yet.
     neighbours: Vec<Neighbour>,
 }
 
-impl NamespaceChanges {
-    /// Finds the sysctls and the interface, writes the backup, and writes the sysctls.
-    fn apply(&self, conf: &Conf, rollback: &mut Rollback<'_>) -> Result<NamespaceOutcome> {
-        let mut notes = Vec::new();
+impl NamespaceChanges<'_> {
+    /// Finds the sysctls and the interface, writes the backup, and writes the sysctls. Returns the
+    /// changes to the interface, or `None` if the configuration does not change the interface.
+    fn apply(&self, conf: &Conf, rollback: &mut Rollback<'_>) -> Result<Option<InterfaceChange>> {
         let sysctls: Vec<Found> = conf.sysctls.iter().map(sysctl::find).collect::<Result<_>>()?;
         let interface = if conf.changes_interface() { Some(self.find_interface(conf)?) } else { None };
-        let mut record = self.initial_record(interface.as_ref().map(|change| &change.link), &mut notes)?;
+        let mut record = self.initial_record(interface.as_ref().map(|change| &change.link))?;
         // Writing an empty value would change nothing. Go accepts it without a message.
         let (ignored, to_write): (Vec<Found>, Vec<Found>) =
             sysctls.into_iter().partition(|found| found.sysctl.value.is_empty());
         for found in &ignored {
             let key = shown(&found.sysctl.key.written);
-            notes.push(format!("sysctl {key} has an empty value: it is not changed"));
+            self.notes.note(format_args!("sysctl {key} has an empty value: it is not changed"));
         }
         save_sysctls(&mut record, &to_write);
         if let Some(InterfaceChange { link, features, neighbours, .. }) = &interface {
@@ -122,7 +113,7 @@ impl NamespaceChanges {
             self.write_backup(&record, rollback)?;
         }
         self.write_sysctls(&to_write, &mut record, rollback)?;
-        Ok(NamespaceOutcome { interface, notes })
+        Ok(interface)
     }
 
     /// Finds the interface and its changes.
@@ -158,13 +149,14 @@ impl NamespaceChanges {
     ///
     /// # Errors
     /// Code 102 if the backup belongs to another attachment of this boot.
-    fn initial_record(&self, link: Option<&Link>, notes: &mut Vec<String>) -> Result<Record> {
+    fn initial_record(&self, link: Option<&Link>) -> Result<Record> {
         let interface = link.map(Interface::from);
         let mut record = match &self.previous_backup {
             None => Record::default(),
             Some(Content::Garbage(why)) => {
                 let path = self.backup.path().display();
-                notes.push(format!("the backup {path} is not usable, so its original values are lost: {why}"));
+                self.notes
+                    .note(format_args!("the backup {path} is not usable, so its original values are lost: {why}"));
                 Record::default()
             }
             Some(Content::Record(record, _)) => match &record.attachment {

@@ -73,8 +73,10 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
                 if let Err(error) = neighbours::purge(&netlink, link.index, &neighbours::saved(record)) {
                     call.notes.note(error);
                 }
-                for note in ethtool.iter().flat_map(|ethtool| features::restore(ethtool, &link.name, record)) {
-                    call.notes.note(note);
+                if let Some(ethtool) = &ethtool
+                    && let Err(error) = features::restore(ethtool, &link.name, record)
+                {
+                    call.notes.note(format_args!("not restored: {error}"));
                 }
                 restore_link(call, &netlink, &link, record);
             } else {
@@ -84,15 +86,9 @@ fn restore(call: &Call<'_>, netns: &Netns, record: &Record) -> Result<()> {
         }
         Ok(())
     };
-    let restore_sysctls = || -> Result<()> {
-        for line in netns.run(|| write_originals(record))? {
-            call.notes.note(line);
-        }
-        Ok(())
-    };
     let interface_outcome = if record.has_link_settings() { restore_interface() } else { Ok(()) };
-    let sysctls_outcome = if record.sysctls.is_empty() { Ok(()) } else { restore_sysctls() };
-    Error::join([interface_outcome.err(), sysctls_outcome.err()].into_iter().flatten())
+    let sysctls_outcome = if record.sysctls.is_empty() { Ok(()) } else { netns.run(|| write_originals(call, record)) };
+    Error::join([interface_outcome.err(), sysctls_outcome.err().map(Error::from)].into_iter().flatten())
 }
 
 /// Restores the settings of the interface that differ from the record, in the reverse order of ADD.
@@ -125,16 +121,16 @@ fn restore_link(call: &Call<'_>, netlink: &Netlink, link: &Link, record: &Record
     }
 }
 
-/// Restores the sysctls of the calling thread's namespace, in the reverse order of ADD. Returns a
-/// note for each existing sysctl that was not restored.
-fn write_originals(record: &Record) -> Vec<String> {
-    let mut notes = Vec::new();
+/// Restores the sysctls of the calling thread's namespace, in the reverse order of ADD. Notes each
+/// existing sysctl that was not restored.
+fn write_originals(call: &Call<'_>, record: &Record) {
+    let notes = &call.notes;
     for saved in record.sysctls.iter().rev() {
         let path = &saved.path;
         // Only the sysctls below net belong to the namespace. The others are the host's, and must
         // not be written even if the file lists them.
         if !path.starts_with("net/") {
-            notes.push(format!("sysctl {path} was not restored: it is not below net"));
+            notes.note(format_args!("sysctl {path} was not restored: it is not below net"));
             continue;
         }
         let current = match sysctl::read(path) {
@@ -142,7 +138,7 @@ fn write_originals(record: &Record) -> Vec<String> {
             // The sysctl disappeared with its interface.
             Err(error) if error.is_not_found() => continue,
             Err(error) => {
-                notes.push(format!("not restored: {error}"));
+                notes.note(format_args!("not restored: {error}"));
                 continue;
             }
         };
@@ -150,12 +146,11 @@ fn write_originals(record: &Record) -> Vec<String> {
             continue;
         }
         if !saved.is_in_force(&current) {
-            notes.push(format!("not restored: another program has set {path} to {current} since ADD"));
+            notes.note(format_args!("not restored: another program has set {path} to {current} since ADD"));
             continue;
         }
         if let Err(error) = write_original(path, &saved.original) {
-            notes.push(format!("not restored: {}", Error::from(error)));
+            notes.note(format_args!("not restored: {}", Error::from(error)));
         }
     }
-    notes
 }

@@ -89,22 +89,14 @@ impl FeatureChange {
     }
 }
 
-/// Restores the features in the record that differ from it. Returns a note for each that was not
-/// restored.
-pub(crate) fn restore(ethtool: &Ethtool, ifname: &str, record: &Record) -> Vec<String> {
-    let current = match ethtool.features(ifname) {
-        Ok(current) => current,
-        Err(error) => return vec![format!("not restored: {error}")],
-    };
+/// Restores the features in the record that differ from it.
+pub(crate) fn restore(ethtool: &Ethtool, ifname: &str, record: &Record) -> cni_linux::Result<()> {
+    let current = ethtool.features(ifname)?;
     let is_different =
         |(name, is_on): &(&str, bool)| current.find(name).is_some_and(|found| found.is_requested != *is_on);
     let originals = record.ethtool.iter().map(|(name, is_on)| (name.as_str(), *is_on));
     let different: Vec<(&str, bool)> = originals.filter(is_different).collect();
-    if different.is_empty() {
-        return Vec::new();
-    }
-    let outcome = ethtool.set_features(ifname, &current, &different);
-    outcome.err().map(|error| format!("not restored: {error}")).into_iter().collect()
+    if different.is_empty() { Ok(()) } else { ethtool.set_features(ifname, &current, &different) }
 }
 
 /// Returns a text for each feature that differs from the configuration: its name, the expected and
