@@ -12,6 +12,7 @@ use cni::json::Json;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
 use cni_linux::{Mac, Neighbour};
+use cni_plugin::keys;
 use serde::Deserialize;
 
 use crate::key::{Key, cut};
@@ -152,7 +153,8 @@ impl Conf {
             sources.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
         });
         // If both values are invalid, the error is about the MAC, as in Go.
-        let mac = parse_mac(&mac_text)?;
+        let invalid = |why| Error::config(format!("invalid args {} for MAC addr: {why}", cut(&mac_text)));
+        let mac = keys::mac([cut(&mac_text), "", ""]).map_err(invalid)?;
         let mtu = convert_number("mtu", args.mtu.unwrap_or(raw.mtu))?;
         let link = LinkConf {
             mac,
@@ -248,22 +250,6 @@ impl Sysctls {
         self.by_path.extend(paths);
         self.all.push(sysctl);
     }
-}
-
-/// Returns the MAC in a text, or `None` for an empty text.
-///
-/// # Errors
-/// Code 7 with Go's text if it is not a unicast MAC.
-fn parse_mac(text: &str) -> Result<Option<Mac>> {
-    if text.is_empty() {
-        return Ok(None);
-    }
-    let refused = |why: String| Error::config(format!("invalid args {} for MAC addr: {why}", cut(text)));
-    let mac: Mac = text.parse().map_err(|_| refused(format!("address {}: invalid MAC address", cut(text))))?;
-    if mac.is_multicast() || mac.is_zero() {
-        return Err(refused(format!("cannot assign requested address: {mac} is not a unicast address")));
-    }
-    Ok(Some(mac))
 }
 
 /// Converts the value of a key. The driver may have tighter limits.
