@@ -6,8 +6,8 @@
 //! [whole](super::Rule::is_whole). No rule can make a function here fail or panic, because any
 //! program may have written it.
 
-use super::fields;
 use super::rule::Rule;
+use super::{extensions, fields};
 use crate::nft::expr::{Base, CmpOp, Expr, MetaKey, Verdict};
 use crate::nft::{self, Listed};
 use cni_linux::route::Family;
@@ -191,38 +191,18 @@ impl RuleParts {
 
     /// Adds a match of the packet's mark.
     fn push_mark(&mut self, value: u32, mask: u32) {
-        self.push_match(&["-m", "mark", "--mark", &fields::mark_text(value, mask)]);
+        self.push_match(&["-m", "mark", "--mark", &extensions::mark_text(value, mask)]);
     }
 
-    /// Adds the words of a match of xtables with the structure `info`. A name, revision or option
-    /// that plugins do not write clears `whole`.
+    /// Adds the words of a match of xtables with the structure `info`. A match that plugins do not
+    /// write clears `whole`.
     fn read_match(&mut self, name: &str, revision: u32, info: &[u8]) {
-        match (name, revision) {
-            ("comment", _) => {
-                let end = info.iter().position(|byte| *byte == 0).unwrap_or(info.len());
-                let text = String::from_utf8_lossy(&info[..end]).into_owned();
-                self.push_match(&["-m", "comment", "--comment", &text]);
-            }
-            ("multiport", 1) => match fields::multiport(info) {
-                Some((option, ports)) => self.push_match(&["-m", "multiport", option, &ports]),
-                None => self.whole = false,
-            },
-            ("addrtype", 1) if fields::is_local_destination(info) => {
-                self.push_match(&["-m", "addrtype", "--dst-type", "LOCAL"]);
-            }
-            ("mark", 1) => match fields::mark(info) {
-                Some((value, mask)) => self.push_mark(value, mask),
-                None => self.whole = false,
-            },
-            ("conntrack", 2 | 3) => match fields::conntrack_states(info) {
-                Some(states) => self.push_match(&["-m", "conntrack", "--ctstate", &states]),
-                None => self.whole = false,
-            },
-            ("tcp" | "udp" | "sctp", 0) => match fields::destination_port(name, info) {
-                Some(port) => self.push_match(&["-m", name, "--dport", &port.to_string()]),
-                None => self.whole = false,
-            },
-            _ => self.whole = false,
+        if name == "comment" {
+            return self.push_match(&["-m", name, "--comment", &extensions::read_comment(info)]);
+        }
+        match extensions::read_match(name, revision, info) {
+            Some((option, value)) => self.push_match(&["-m", name, option, &value]),
+            None => self.whole = false,
         }
     }
 
@@ -235,19 +215,9 @@ impl RuleParts {
     /// options if they are known. An unknown name or option clears `whole`.
     fn read_target(&mut self, family: Family, name: &str, revision: u32, info: &[u8]) {
         self.push_target(name);
-        match name {
-            "MASQUERADE" => self.whole &= !fields::has_masquerade_options(family, info),
-            "DNAT" => match fields::dnat_destination(family, revision, info) {
-                Some(destination) => self.target.extend(["--to-destination".to_owned(), destination]),
-                None => self.whole = false,
-            },
-            "MARK" if revision == 2 => match fields::set_mark(info) {
-                Some((value, mask)) => {
-                    self.target.extend(["--set-xmark".to_owned(), format!("{value:#x}/{mask:#x}")]);
-                }
-                None => self.whole = false,
-            },
-            _ => self.whole = false,
+        match extensions::read_target(family, name, revision, info) {
+            Some(options) => self.target.extend(options),
+            None => self.whole = false,
         }
     }
 
@@ -277,7 +247,6 @@ impl RuleParts {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fields::conntrack_states;
     use super::*;
     use crate::nft::Rule as Raw;
     use crate::nft::expr::{Reg, daddr, masked, saddr};
@@ -298,7 +267,7 @@ mod tests {
             for (at, value) in [(MATCHED, 1_u16), (STATES, 6), (at, value)] {
                 info[at..at + 2].copy_from_slice(&value.to_ne_bytes());
             }
-            conntrack_states(&info)
+            extensions::read_match("conntrack", 3, &info).map(|(_, states)| states)
         };
         assert_eq!(states(STATES, 6).as_deref(), Some("RELATED,ESTABLISHED"));
         assert_eq!(states(STATES, 128).as_deref(), Some("DNAT"));

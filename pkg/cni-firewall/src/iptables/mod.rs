@@ -37,6 +37,7 @@ mod change;
 mod compat;
 mod edit;
 mod encode;
+mod extensions;
 mod fields;
 mod lock;
 mod rule;

@@ -177,12 +177,19 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
 /// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load. Any other prefix,
 /// also 0, becomes a mask. Older releases of `nft` always write a mask.
 pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
-    let [.., Expr::Payload { len, .. }, Expr::Cmp { reg, data, .. }] = exprs.as_mut_slice() else { return exprs };
-    if prefix > 0 && prefix.is_multiple_of(8) {
+    if prefix == 0 || !prefix.is_multiple_of(8) {
+        return with_mask(exprs, prefix);
+    }
+    if let [.., Expr::Payload { len, .. }, Expr::Cmp { data, .. }] = exprs.as_mut_slice() {
         data.truncate(usize::from(prefix / 8));
         *len = (*len).min(u32::from(prefix / 8));
-        return exprs;
     }
+    exprs
+}
+
+/// Does the same as [`masked`], but always with a mask.
+pub fn with_mask(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
+    let Some(Expr::Cmp { reg, data, .. }) = exprs.last_mut() else { return exprs };
     let mut mask = Vec::new();
     let mut remaining_bits = u32::from(prefix);
     for byte in data.iter_mut() {
