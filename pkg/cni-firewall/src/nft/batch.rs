@@ -138,25 +138,13 @@ pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElemen
     }
 }
 
-/// How the kernel's errno for a refused change is translated for the caller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ErrnoTranslation {
-    /// The errno stays.
-    Unchanged,
-    /// For the creation of a base chain:
-    /// - ENOENT becomes EOPNOTSUPP: the kernel has no such type of chain for the family. The table
-    ///   is not missing, because the same batch creates it.
-    /// - EOPNOTSUPP or EEXIST, which depends on the kernel and the difference, becomes an error
-    ///   without an errno: the chain exists with another hook, type or priority, or without a hook.
-    BaseChain,
-}
-
 /// A change of a batch.
 #[derive(Debug)]
 pub(crate) struct Change {
     /// The beginning of the error's text if the kernel refuses the change: `failed to ...`.
     pub(crate) what: String,
-    pub(crate) translation: ErrnoTranslation,
+    /// Whether it creates a base chain: then the errno of a refusal is replaced.
+    pub(crate) is_base_chain: bool,
     /// `NLM_F_*`
     pub(crate) flags: u16,
     /// The type of the netlink message.
@@ -218,7 +206,7 @@ impl Batch {
         let mut attributes = vec![TableAttribute::Name(table.name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(TableAttribute::UserData));
         let message = NfTablesMessage::NewTable(wire::TableMessage { attributes });
-        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
+        self.push(what, table.family, NLM_F_CREATE, message);
     }
 
     /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
@@ -237,7 +225,10 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, ErrnoTranslation::BaseChain, table.family, NLM_F_CREATE, message);
+        self.push(what, table.family, NLM_F_CREATE, message);
+        if let Some(change) = self.changes.last_mut() {
+            change.is_base_chain = true;
+        }
     }
 
     /// Creates the chain unless it exists. An existing chain keeps its comment.
@@ -256,20 +247,14 @@ impl Batch {
         let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
         attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
+        self.push(what, table.family, flags, message);
     }
 
     /// Removes every rule of the chain. The commit fails with ENOENT if the chain does not exist.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
         let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
-        self.push(
-            format!("failed to flush nft chain {table} {name}"),
-            ErrnoTranslation::Unchanged,
-            table.family,
-            0,
-            message,
-        );
+        self.push(format!("failed to flush nft chain {table} {name}"), table.family, 0, message);
         self.mark((table, name), RuleChange::Other);
     }
 
@@ -296,7 +281,7 @@ impl Batch {
         ];
         attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
         let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
+        self.push(what, table.family, flags, message);
         let is_append = flags & NLM_F_APPEND != 0;
         self.mark((table, chain), if is_append { RuleChange::Append } else { RuleChange::Other });
     }
@@ -323,7 +308,7 @@ impl Batch {
             RulePosition::First => (NLM_F_CREATE, RuleChange::Other),
             RulePosition::Last => (NLM_F_CREATE | NLM_F_APPEND, RuleChange::Append),
         };
-        self.push(what, ErrnoTranslation::Unchanged, table.family, flags, message);
+        self.push(what, table.family, flags, message);
         self.mark((table, chain), effect);
     }
 
@@ -341,7 +326,7 @@ impl Batch {
         ];
         let message = NfTablesMessage::NewSet(wire::SetMessage { attributes });
         let what = format!("failed to add nft set {table} {name}");
-        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
+        self.push(what, table.family, NLM_F_CREATE, message);
     }
 
     /// Removes the set with its elements. The commit fails with EBUSY if a rule uses the set, and
@@ -350,7 +335,7 @@ impl Batch {
         let attributes = vec![SetAttribute::Table(table.name.into()), SetAttribute::Name(name.into())];
         let message = NfTablesMessage::DeleteSet(wire::SetMessage { attributes });
         let what = format!("failed to delete nft set {table} {name}");
-        self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
+        self.push(what, table.family, 0, message);
     }
 
     /// Adds an address to a set unless the set contains it. The commit fails with ENOENT if the set
@@ -358,14 +343,14 @@ impl Batch {
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::NewSetElement(element(table, set, address));
         let what = format!("failed to add {address} to nft set {table} {set}");
-        self.push(what, ErrnoTranslation::Unchanged, table.family, NLM_F_CREATE, message);
+        self.push(what, table.family, NLM_F_CREATE, message);
     }
 
     /// Removes an address from a set. The commit fails with ENOENT if the set does not contain it.
     pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
         let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
         let what = format!("failed to delete {address} from nft set {table} {set}");
-        self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
+        self.push(what, table.family, 0, message);
     }
 
     /// Removes one rule. The commit fails with ENOENT if the rule no longer exists.
@@ -377,7 +362,7 @@ impl Batch {
         ];
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
-        self.push(what, ErrnoTranslation::Unchanged, table.family, 0, message);
+        self.push(what, table.family, 0, message);
         self.mark((table, chain), RuleChange::Delete(handle));
     }
 
@@ -391,13 +376,7 @@ impl Batch {
             ChainAttribute::Handle(handle),
         ];
         let message = NfTablesMessage::DeleteChain(wire::ChainMessage { attributes });
-        self.push(
-            format!("failed to delete nft chain {table} {name}"),
-            ErrnoTranslation::Unchanged,
-            table.family,
-            0,
-            message,
-        );
+        self.push(format!("failed to delete nft chain {table} {name}"), table.family, 0, message);
     }
 
     /// Removes the table with everything in it. The commit fails with ENOENT if it does not exist.
@@ -405,7 +384,7 @@ impl Batch {
     pub(crate) fn delete_table(&mut self, table: Table<'_>) {
         let attributes = vec![TableAttribute::Name(table.name.into())];
         let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
-        self.push(format!("failed to delete nft table {table}"), ErrnoTranslation::Unchanged, table.family, 0, message);
+        self.push(format!("failed to delete nft table {table}"), table.family, 0, message);
     }
 
     /// Whether there are no changes, not even one that could not be encoded.
@@ -444,17 +423,10 @@ impl Batch {
     }
 
     /// Adds the change that `message` makes; see [`Change`] for the other parameters.
-    fn push(
-        &mut self,
-        what: String,
-        translation: ErrnoTranslation,
-        family: Family,
-        flags: u16,
-        message: NfTablesMessage,
-    ) {
+    fn push(&mut self, what: String, family: Family, flags: u16, message: NfTablesMessage) {
         let (kind, body) = family.message(&message);
         let flags = NLM_F_REQUEST | flags;
-        self.changes.push(Change { what, translation, flags, kind, body, rules: None });
+        self.changes.push(Change { what, is_base_chain: false, flags, kind, body, rules: None });
     }
 
     /// Records how the last change changes the rules of a chain.

@@ -2,7 +2,7 @@
 
 use nix::errno::Errno;
 
-use super::batch::{Change, ErrnoTranslation};
+use super::batch::Change;
 use cni_linux::error::{Cause, Error};
 
 /// The first error that showed that the kernel has no nf_tables.
@@ -49,19 +49,24 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    /// Returns the error for the refused `change`, with the errno replaced as [`ErrnoTranslation`]
-    /// describes, so that callers need not know the kernel's version.
+    /// Returns the error for the refused `change`. For the creation of a base chain, the errno is
+    /// replaced, so that callers need not know the kernel's version:
+    /// - ENOENT becomes EOPNOTSUPP: the kernel has no such type of chain for the family. The table
+    ///   is not missing, because the same batch creates it.
+    /// - EOPNOTSUPP or EEXIST, which depends on the kernel and the difference, becomes an error
+    ///   without an errno: the chain exists with another hook, type or priority, or without a hook.
     pub(super) fn into_error(self, change: &Change) -> Error {
-        match (self.errno, change.translation) {
-            (libc::ENOENT, ErrnoTranslation::BaseChain) => {
+        let cause = match self.errno {
+            libc::ENOENT if change.is_base_chain => {
                 let text = format!("the kernel has no such type of chain ({})", Errno::ENOENT);
-                Error::new(&change.what, Cause::kernel(libc::EOPNOTSUPP, Some(text)))
+                Cause::kernel(libc::EOPNOTSUPP, Some(text))
             }
             // Older kernels always answer EEXIST, newer ones for another type or no hook.
-            (libc::EOPNOTSUPP | libc::EEXIST, ErrnoTranslation::BaseChain) => {
-                Error::new(&change.what, Cause::text("the chain exists with another hook, type or priority"))
+            libc::EOPNOTSUPP | libc::EEXIST if change.is_base_chain => {
+                Cause::text("the chain exists with another hook, type or priority")
             }
-            _ => Error::new(&change.what, Cause::kernel(self.errno, self.text)),
-        }
+            errno => Cause::kernel(errno, self.text),
+        };
+        Error::new(&change.what, cause)
     }
 }
