@@ -14,11 +14,11 @@ use cni::rollback::Notes;
 use super::forward;
 use super::forward::owner::Record;
 use super::forward::records::RecordChain;
-use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, words};
+use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, program_prefix, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
-use super::nft::{self, Listed, Nft, Table};
+use super::nft::{Listed, Nft, Retries, Table};
 use super::portmap::iptables::shape as portmap_iptables;
-use super::portmap::nft::identity::{self, Identity, Ownership};
+use super::portmap::nft::identity;
 use super::portmap::nft::shape as portmap_nft;
 use super::spoof;
 use cni::AttachmentId;
@@ -79,43 +79,36 @@ pub struct RuleOwner {
     pub container: Option<String>,
     /// The interface's name in the container.
     pub ifname: Option<String>,
-    evidence: Evidence,
-}
-
-/// The part of a rule that decides which attachment it belongs to.
-#[derive(Clone, Debug)]
-enum Evidence {
-    /// The name of the owner, and the function that returns the name of an attachment in the same
-    /// form.
-    Name(String, fn(&AttachmentId) -> String),
-    /// A whole rule of nftables for a host port.
-    PortMapNft(Box<nft::Rule>),
+    /// The name of the owner in the rule, and the function that returns the name of an attachment
+    /// in the same form.
+    name: (String, fn(&AttachmentId) -> String),
 }
 
 impl RuleOwner {
     /// Whether the rule belongs to `attachment`, or may belong to it: some rules contain neither
     /// the network nor the interface.
     pub fn matches(&self, attachment: &AttachmentId) -> bool {
-        match &self.evidence {
-            Evidence::Name(name, name_of) => *name == name_of(attachment),
-            Evidence::PortMapNft(rule) => Identity::new(attachment).ownership_of(rule) != Ownership::Other,
-        }
+        let (name, name_of) = &self.name;
+        *name == name_of(attachment)
     }
 
     /// Returns the owner that `alias` names; if it is not an alias, the owner with these names of
     /// network, container and interface.
-    fn new(alias: Option<&str>, [network, container, ifname]: [Option<&str>; 3], evidence: Evidence) -> RuleOwner {
+    fn new(
+        alias: Option<&str>,
+        [network, container, ifname]: [Option<&str>; 3],
+        name: (String, fn(&AttachmentId) -> String),
+    ) -> RuleOwner {
         let (network, container, ifname) = match alias.and_then(AttachmentId::parse) {
             Some(Marked { network, container_id, ifname }) => (Some(network), container_id, Some(ifname)),
             None => (network.map(str::to_owned), container.map(str::to_owned), ifname.map(str::to_owned)),
         };
-        RuleOwner { network, container, ifname, evidence }
+        RuleOwner { network, container, ifname, name }
     }
 
     /// Returns the owner that a record of the plugin firewall names.
     fn of_record(owned: &forward::owner::OwnedAddress) -> RuleOwner {
-        let evidence = Evidence::Name(owned.owner.clone(), forward::owner::name);
-        RuleOwner::new(Some(&owned.owner), [None; 3], evidence)
+        RuleOwner::new(Some(&owned.owner), [None; 3], (owned.owner.clone(), forward::owner::name))
     }
 }
 
@@ -126,8 +119,7 @@ impl RuleOwner {
 /// # Errors
 /// The tables of nf_tables or of iptables-nft cannot be read.
 pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<ContainerRule>> {
-    let mut rules = Vec::new();
-    list_nft(&mut Nft::open()?, &mut rules)?;
+    let mut rules = list_nft(&mut Nft::open()?)?;
     let chains_in_nat = [masquerade_iptables::POSTROUTING, portmap_iptables::DNAT];
     list_table(iptables::Table::Nat, &chains_in_nat, machine, notes, |nat, variant| {
         list_nat(nat, variant, &mut rules)
@@ -167,10 +159,7 @@ fn list_table(
 
 /// Returns the name of the program that lists these rules, for example `ip6tables-legacy`.
 fn program_name(family: Family, variant: Variant) -> String {
-    match family {
-        Family::V4 => format!("iptables-{variant}"),
-        Family::V6 => format!("ip6tables-{variant}"),
-    }
+    format!("{}-{variant}", program_prefix(family))
 }
 
 /// Returns the entry for an address whose packets the plugin firewall accepts.
@@ -197,13 +186,18 @@ fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<Contai
     Ok(())
 }
 
-/// Adds to `rules` the entries of all features that have rules in nf_tables.
-fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    list_nft_masquerade(nft, rules)?;
-    list_nft_portmap(nft, rules)?;
+/// Returns the entries of all features that have rules in nf_tables.
+fn list_nft(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
+    let what = "failed to list the containers' rules in nftables";
+    let mut rules = nft.read_at_once(what, Retries::Many, |nft| {
+        let mut rules = Vec::new();
+        list_nft_masquerade(nft, &mut rules)?;
+        list_nft_portmap(nft, &mut rules)?;
+        Ok(rules)
+    })?;
     for chain in forward::nftables::list_record_chains(nft)? {
         if chain.name == forward::egress::OWNERS {
-            list_egress(nft, &chain, rules)?;
+            list_egress(nft, &chain, &mut rules)?;
             continue;
         }
         for record in chain.records(nft)? {
@@ -214,7 +208,8 @@ fn list_nft(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for record in forward::sources::find_records(nft)?.records(nft)? {
         rules.push(forward_entry("firewalld".to_owned(), &record.owned));
     }
-    list_spoof(nft, rules)
+    list_spoof(nft, &mut rules)?;
+    Ok(rules)
 }
 
 /// Adds to `rules` an entry for each container address whose connections are checked by the egress
@@ -264,12 +259,12 @@ fn nft_entry(
 /// `HASHES, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
 fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
-    for listed in nft.rules_at_once(table, chain, |_| true)? {
+    for listed in nft.rules(table, chain)? {
         let comment = listed.rule.comment.clone().unwrap_or_default();
         let value_of = |key: &str| comment.split(", ").find_map(|part| part.strip_prefix(key));
         let names = [value_of("net: "), value_of("id: "), value_of("if: ")];
         let key = masquerade_nft::key_of(&comment).to_owned();
-        let owner = RuleOwner::new(None, names, Evidence::Name(key, masquerade_nft::attachment_key));
+        let owner = RuleOwner::new(None, names, (key, masquerade_nft::attachment_key));
         // The rule does not name its family. The text for the wrong family lacks the addresses, so
         // the longer text is the right one.
         let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
@@ -285,11 +280,10 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
     for family in [Family::V4, Family::V6] {
         let table = portmap_nft::table(family);
         for chain in portmap_nft::CONTAINER_CHAINS {
-            for listed in nft.rules_at_once(table, chain, |_| true)? {
+            for listed in nft.rules(table, chain)? {
                 let Some(container) = listed.rule.comment.clone() else { continue };
-                let evidence = Evidence::PortMapNft(Box::new(listed.rule.clone()));
-                let alias = identity::alias(&listed.rule);
-                let owner = RuleOwner::new(alias.as_deref(), [None, Some(&container), None], evidence);
+                let (alias, name) = (identity::alias(&listed.rule), identity::owner_name(&listed.rule));
+                let owner = RuleOwner::new(alias.as_deref(), [None, Some(&container), None], name);
                 let text = match portmap_nft::read_mapping(&listed.rule) {
                     Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
                     None => words(family, &listed.rule.exprs).join(" "),
@@ -309,11 +303,11 @@ fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
     for listed in nft.rules(table, chain)? {
         let Some(comment) = listed.rule.comment.clone() else { continue };
         let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
-        let evidence = Evidence::Name(comment, |owner| spoof::Id::new(&owner.container_id, &owner.ifname).comment());
+        let comment_of = |owner: &AttachmentId| spoof::Id::new(&owner.container_id, &owner.ifname).comment();
         let alias = listed.rule.tag(spoof::TAG_ALIAS).map(String::from_utf8_lossy);
         // A guess: both parts can contain a dash, but names of interfaces seldom do.
         let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((&container_ifname, ""));
-        let owner = RuleOwner::new(alias.as_deref(), [None, Some(container), Some(ifname)], evidence);
+        let owner = RuleOwner::new(alias.as_deref(), [None, Some(container), Some(ifname)], (comment, comment_of));
         let text = "only the container's own MAC address passes".to_owned();
         rules.push(nft_entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
     }
@@ -333,45 +327,39 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     };
     // Every container has chains of its own, so all of them are read with one request.
     nat.read_chains_where(|name| name.starts_with("CNI-"))?;
-    let chain = masquerade_iptables::POSTROUTING;
     // Copied, because `owner_of_jump` reads other chains from `nat`.
-    for rule in &nat.rules(chain)?.to_vec() {
-        let Some(comment) = rule.comment() else { continue };
+    for rule in &nat.rules(masquerade_iptables::POSTROUTING)?.to_vec() {
         if rule.target().is_some_and(masquerade_iptables::is_chain_name) {
-            let network_and_container = masquerade_iptables::read_comment(comment);
-            let owner = owner_of_jump(nat, rule, network_and_container, masquerade_iptables::comment)?;
-            rules.push(entry(Purpose::Masquerade, chain, rule, owner));
+            let owner = owner_of_jump(nat, rule, masquerade_iptables::read_comment, masquerade_iptables::comment)?;
+            rules.extend(owner.map(|owner| entry(Purpose::Masquerade, masquerade_iptables::POSTROUTING, rule, owner)));
         }
     }
-    let chain = portmap_iptables::DNAT;
-    // Copied, because `owner_of_jump` reads other chains from `nat`.
-    for rule in &nat.rules(chain)?.to_vec() {
-        let Some(comment) = rule.comment() else { continue };
-        let network_and_container = portmap_iptables::read_comment(comment);
-        let owner = owner_of_jump(nat, rule, network_and_container, portmap_iptables::comment)?;
-        rules.push(entry(Purpose::PortMap, chain, rule, owner));
+    for rule in &nat.rules(portmap_iptables::DNAT)?.to_vec() {
+        let owner = owner_of_jump(nat, rule, portmap_iptables::read_comment, portmap_iptables::comment)?;
+        rules.extend(owner.map(|owner| entry(Purpose::PortMap, portmap_iptables::DNAT, rule, owner)));
     }
     Ok(())
 }
 
-/// Returns the owner of a rule that jumps to a container's chain. `network_and_container` are those
-/// in the rule's comment, which `comment_of` returns for the owner. The interface is read from the
-/// chain's first tag, a rule without a target and with the alias as its comment; if several
-/// interfaces of the container share the chain, it may be the wrong one.
+/// Returns the owner of a rule that jumps to a container's chain; `None` if the rule has no comment.
+/// `comment_of` returns the comment for the owner, and `read_comment` reads network and container
+/// from it. The interface is read from the chain's first tag, a rule without a target and with the
+/// alias as its comment; if several interfaces of the container share the chain, it may be the
+/// wrong one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,
-    network_and_container: Option<(&str, &str)>,
+    read_comment: fn(&str) -> Option<(&str, &str)>,
     comment_of: fn(&AttachmentId) -> String,
-) -> Result<RuleOwner> {
+) -> Result<Option<RuleOwner>> {
+    let Some(comment) = jump.comment() else { return Ok(None) };
     let mut ifname = None;
     if let Some(chain) = jump.target() {
         let tags = nat.rules(chain)?.iter().filter(|rule| rule.target().is_none());
         ifname = tags.filter_map(Rule::comment).find_map(AttachmentId::parse).map(|parsed| parsed.ifname);
     }
-    let evidence = Evidence::Name(jump.comment().unwrap_or_default().to_owned(), comment_of);
-    let (network, container) = network_and_container.unzip();
-    Ok(RuleOwner::new(None, [network, container, ifname.as_deref()], evidence))
+    let (network, container) = read_comment(comment).unzip();
+    Ok(Some(RuleOwner::new(None, [network, container, ifname.as_deref()], (comment.to_owned(), comment_of))))
 }
 
 #[cfg(test)]

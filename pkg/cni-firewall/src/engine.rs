@@ -29,7 +29,7 @@ pub fn nft_usable() -> Result<bool> {
     let mut batch = Batch::new();
     batch.ensure_table(table, None);
     let nat = BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 };
-    batch.ensure_base_chain(table, "probe", nat, None);
+    batch.ensure_base_chain(table, "probe", nat);
     match Nft::open().and_then(|mut nft| nft.rehearse(batch)) {
         Ok(()) => Ok(true),
         Err(error) if error.is_unsupported() => Ok(false),

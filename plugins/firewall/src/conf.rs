@@ -9,7 +9,7 @@ use cni::json::{Json, UnknownKey};
 use cni::{Code, Error, Result};
 use cni_firewall::Backend;
 use cni_firewall::forward::{ADMIN, Egress, EgressDefault, EntryChain, Ingress};
-use cni_firewall::iptables::check_conditions;
+use cni_firewall::iptables::{CHAIN_NAME_MAX, is_chain_name};
 use cni_plugin::keys;
 use serde::Deserialize;
 
@@ -136,7 +136,7 @@ impl Conf {
         let egress = raw.egress.as_ref().map(egress).transpose()?;
         let iptables_admin_chain =
             if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
-        if !is_iptables_chain_name(&iptables_admin_chain) {
+        if !is_chain_name(&iptables_admin_chain) {
             return Err(Error::config(format!(
                 "iptablesAdminChainName: {iptables_admin_chain:?} is not a chain name: it must be at most \
                  {CHAIN_NAME_MAX} bytes, without spaces or control characters, and must not begin with - or !"
@@ -215,18 +215,6 @@ fn egress(json: &Json) -> Result<Egress> {
     };
     let (allow, deny) = (prefixes("egress.allow", &keys.allow)?, prefixes("egress.deny", &keys.deny)?);
     Ok(Egress { allow, deny, default, link_local: Vec::new() })
-}
-
-/// The longest name, in bytes, that iptables accepts for a chain.
-const CHAIN_NAME_MAX: usize = 28;
-
-/// Whether iptables accepts the name for a chain and does not read it as an option, a negation or,
-/// in the input of iptables-restore, as `COMMIT`.
-fn is_iptables_chain_name(name: &str) -> bool {
-    name.len() <= CHAIN_NAME_MAX
-        && !name.starts_with(['-', '!'])
-        && !name.contains(char::is_whitespace)
-        && check_conditions(&[name]).is_ok()
 }
 
 /// Returns the keys of the configuration that the plugin does not read.

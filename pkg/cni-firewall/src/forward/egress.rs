@@ -37,11 +37,13 @@ use cni::{AttachmentId, Cidr};
 use cni_linux::error::Result;
 
 use super::ForwardRules;
-use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, jump, match_family, set_of};
+use super::nftables::{FAMILY_SAMPLES, OWN_TABLE, OWN_TABLE_COMMENT, match_family, set_of};
 use super::owner::{self, OwnedAddress};
 use super::records::{NftRecord, Object, RecordChain};
 use crate::engine;
-use crate::nft::expr::{Expr, Verdict, ct_established_related, daddr, icmpv6_types, in_set, l4proto, masked, saddr};
+use crate::nft::expr::{
+    Expr, Verdict, ct_established_related, daddr, icmpv6_types, in_set, jump, l4proto, masked, saddr,
+};
 use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Rule, Table, decode};
 
 pub(crate) const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
@@ -222,7 +224,7 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
     batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
     for (name, base) in [FORWARD, INPUT] {
         if !nft.has_base_chain(TABLE, name, base)? {
-            batch.ensure_base_chain(TABLE, name, base, None);
+            batch.ensure_base_chain(TABLE, name, base);
         }
     }
     for chain in [OWNERS, EGRESS] {
@@ -239,10 +241,7 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
     let base_chains = [FORWARD, INPUT].map(|(name, base)| (name, hook_rules(base.hook)));
     for (name, rules) in base_chains.into_iter().chain([(chain.as_str(), network_rules(egress))]) {
         if !has_rules(nft, name, &rules)? {
-            batch.flush_chain(TABLE, name);
-            for exprs in rules {
-                batch.append_rule(TABLE, name, &Rule::new(exprs));
-            }
+            batch.replace_rules(TABLE, name, rules);
         }
     }
     // This chain is not replaced: it has the rules of all networks.

@@ -35,7 +35,7 @@ use super::records::{Object, RecordChain};
 use super::{Written, egress};
 use crate::engine;
 use crate::nft::expr::{
-    Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, nfproto, not, oifname, saddr,
+    Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, jump, nfproto, not, oifname, saddr,
 };
 use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Nft, Rule, SetKind, Table};
 use cni_linux::error::{Cause, Error, Result};
@@ -85,17 +85,7 @@ fn objects(owned: &OwnedAddress) -> Result<Vec<Object>> {
 /// Returns the expressions that match the address's family, as `nft` writes them before an address
 /// in a table that sees both families. Empty in a table of one family.
 pub(super) fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
-    let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
-    match table.family {
-        // Both numbers fit into the byte.
-        Family::Inet => nfproto(u8::try_from(number).unwrap_or_default()),
-        _ => Vec::new(),
-    }
-}
-
-/// Returns the expression that jumps to a chain.
-pub(super) fn jump(chain: &str) -> Expr {
-    Expr::Verdict(Verdict::Jump(chain.to_owned()))
+    if table.family == Family::Inet { nfproto(address) } else { Vec::new() }
 }
 
 /// What the rules of [`CNI_FORWARD`] accept.
@@ -233,7 +223,7 @@ fn add_shared_chains(
     if entry_chain.is_in_own_table() {
         batch.ensure_table(table, Some(OWN_TABLE_COMMENT));
         if !nft.has_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK)? {
-            batch.ensure_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK, None);
+            batch.ensure_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK);
         }
     }
     for chain in [OWNERS, STAGE_2, STAGE_1, CNI_FORWARD] {
@@ -254,10 +244,7 @@ fn add_shared_chains(
                 batch.ensure_set(table, &set, kind);
             }
         }
-        batch.flush_chain(table, CNI_FORWARD);
-        for exprs in forward_rules(entry_chain, required) {
-            batch.append_rule(table, CNI_FORWARD, &Rule::new(exprs));
-        }
+        batch.replace_rules(table, CNI_FORWARD, forward_rules(entry_chain, required));
     }
     if !leads_to_forward(nft, entry_chain)? {
         batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));

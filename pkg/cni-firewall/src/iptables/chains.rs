@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use super::super::nft::{self, Key, Listed, Nft, Search};
+use super::super::nft::{self, Key, Listed, Nft, Retries, Search};
 use super::{Chain, Rule, Table, compat};
 use cni::Cidr;
 use cni::cidr::octets;
@@ -242,7 +242,9 @@ impl Chains<'_> {
         // network byte order.
         let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
         let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
-        let listed = nft.rules_at_once(self.table.in_nf_tables(self.family), name, is_candidate)?;
+        let table = self.table.in_nf_tables(self.family);
+        let what = format!("failed to list nft chain {table} {name}");
+        let listed = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_where(table, name, &is_candidate))?;
         Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
     }
 
@@ -261,7 +263,7 @@ impl Chains<'_> {
             return Ok(None);
         }
         let what = format!("failed to list nft table {table}");
-        let rules = nft.read_at_once(&what, |nft| nft.rules_of_table(table, |_, _| true))?;
+        let rules = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_of_table(table, |_, _| true))?;
         let mut addresses: BTreeMap<&str, Vec<Key>> = BTreeMap::new();
         for (name, listed) in &rules {
             let address = (keys_of.address)(&compat::rule_in_words(family, listed.clone()));
@@ -304,20 +306,6 @@ impl Chains<'_> {
         self.list_nft_chains_for_address(prefix, address)
     }
 
-    /// Calls `read`, within which reading rules of iptables-nft fails soon if other processes keep
-    /// changing them.
-    pub fn with_few_retries<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let limit = |chains: &mut Self, is_limited| {
-            if let Some(nft) = &mut chains.nft {
-                nft.limit_retries(is_limited);
-            }
-        };
-        limit(self, true);
-        let result = read(self);
-        limit(self, false);
-        result
-    }
-
     /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, where
     /// all chains have been read. `address` is the text in rules.
     fn list_legacy_chains_for_address(&self, prefix: &str, address: &str) -> Vec<String> {
@@ -343,7 +331,7 @@ impl Chains<'_> {
                 chain.starts_with(prefix.as_bytes()) && nft::mentions(rule, &octets)
             })
         };
-        let found = nft.with_few_retries(|nft| nft.read_at_once(&what, read))?;
+        let found = nft.read_at_once(&what, Retries::Few, read)?;
         let names: BTreeSet<String> = found.into_iter().map(|(chain, _)| chain).collect();
         Ok(names.into_iter().collect())
     }
@@ -371,7 +359,7 @@ impl Chains<'_> {
             Ok(read_chains)
         };
         let what = format!("failed to list the chains of nft table {table}");
-        let read_chains = match nft.with_few_retries(|nft| nft.read_at_once(&what, read)) {
+        let read_chains = match nft.read_at_once(&what, Retries::Few, read) {
             // Other processes keep changing rules: each list is read until it is consistent.
             Err(error) if error.errno().is_none() => read(nft)?,
             result => result?,

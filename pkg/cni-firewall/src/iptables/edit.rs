@@ -103,15 +103,6 @@ impl Edit {
         self.deleted_chains.push((name.to_owned(), chain.handle));
     }
 
-    /// Adds all changes of another edit after those of this one.
-    pub fn extend(&mut self, other: Edit) {
-        self.chains.extend(other.chains);
-        self.rules.extend(other.rules);
-        self.old_copies.extend(other.old_copies);
-        self.deleted.extend(other.deleted);
-        self.deleted_chains.extend(other.deleted_chains);
-    }
-
     /// Whether the edit has no changes.
     pub fn is_empty(&self) -> bool {
         !self.has_additions() && self.old_copies.is_empty() && self.deleted.is_empty() && self.deleted_chains.is_empty()
@@ -251,6 +242,19 @@ pub fn check_conditions<W: AsRef<str>>(words: &[W]) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// The longest name, in bytes, that iptables accepts for a chain.
+pub const CHAIN_NAME_MAX: usize = 28;
+
+/// Whether iptables accepts the name for a chain and does not read it as an option, a negation or,
+/// in the input of iptables-restore, as `COMMIT`.
+pub fn is_chain_name(name: &str) -> bool {
+    !name.is_empty()
+        && name.len() <= CHAIN_NAME_MAX
+        && !name.starts_with(['-', '!'])
+        && !name.contains(char::is_whitespace)
+        && is_match_or_value(name)
 }
 
 /// Whether this word of a rule can only be a match, an option of a match, or a value. False if the

@@ -49,13 +49,13 @@ pub use chains::Chains;
 pub(crate) use chains::{JumpKeys, JumpSearch, Part, SearchFor, single_address};
 pub(crate) use compat::rule_in_words;
 pub(crate) use compat::words;
-pub use edit::{Edit, check_conditions};
+pub use edit::{CHAIN_NAME_MAX, Edit, check_conditions, is_chain_name};
 pub use lock::NetnsLock;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
-pub(crate) use tool::parse;
 use tool::{ProgramKind, Runner, Tool, legacy_table_exists};
+pub(crate) use tool::{parse, program_prefix};
 
 /// How long a change waits for the lock of the network namespace at most.
 pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
@@ -275,7 +275,7 @@ impl<'m> Iptables<'m> {
 /// Returns the error for programs that are not installed: those of `variant`, or those of both
 /// variants if it is `None`.
 fn programs_not_found(family: Family, variant: Option<Variant>) -> Error {
-    let mut name = tool::program_prefix(family).to_owned();
+    let mut name = program_prefix(family).to_owned();
     if let Some(variant) = variant {
         name += &format!("-{variant}");
     }

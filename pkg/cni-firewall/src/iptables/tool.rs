@@ -101,7 +101,7 @@ pub(crate) struct Tool {
 }
 
 /// Returns the first part of the names of a family's programs.
-pub(super) fn program_prefix(family: Family) -> &'static str {
+pub(crate) fn program_prefix(family: Family) -> &'static str {
     match family {
         Family::V4 => "iptables",
         Family::V6 => "ip6tables",

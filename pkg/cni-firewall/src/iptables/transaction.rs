@@ -62,7 +62,7 @@ pub(super) fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit
         if *if_exists == IfExists::Empty && nft.find_chain(nft_table, name)?.is_some() {
             batch.flush_chain(nft_table, name);
         } else {
-            batch.create_chain(nft_table, name, None);
+            batch.create_chain(nft_table, name);
         }
     }
     for (added, rule) in edit.rules.iter().zip(&encoded) {
@@ -110,7 +110,7 @@ fn add_missing_base_chains(
         batch.ensure_table(nft_table, None);
     }
     for (name, base) in missing {
-        batch.ensure_base_chain(nft_table, name, base, None);
+        batch.ensure_base_chain(nft_table, name, base);
     }
     Ok(true)
 }

@@ -114,13 +114,6 @@ fn find_selected(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<Vec<List
     Ok(rules)
 }
 
-/// Returns the expressions that match packets of the address's family. `nft` puts them before the
-/// first address of a rule in an inet table, which sees packets of both families.
-fn match_family(address: Cidr) -> Vec<Expr> {
-    let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
-    nfproto(u8::try_from(number).unwrap_or_default())
-}
-
 /// Returns the rule `ip saddr ADDRESS ip daddr != NETWORK masquerade`, with a further `ip daddr !=`
 /// for each of `exclude` that has the address's family.
 fn masquerade_rule(address: Cidr, exclude: &[Cidr]) -> Vec<Expr> {
@@ -129,7 +122,7 @@ fn masquerade_rule(address: Cidr, exclude: &[Cidr]) -> Vec<Expr> {
         .chain(excluded)
         .flat_map(|network| not(masked(daddr(network.address()), network.prefix())))
         .collect();
-    [match_family(address), saddr(address.address()), is_outside, vec![Expr::Masquerade]].concat()
+    [nfproto(address.address()), saddr(address.address()), is_outside, vec![Expr::Masquerade]].concat()
 }
 
 /// Returns the rules of the base chain: multicast packets of either family return, all others go to
@@ -138,7 +131,7 @@ fn base_rules() -> [Vec<Expr>; 3] {
     let return_multicast = |family| {
         let network = super::iptables::multicast(family);
         let is_multicast = masked(daddr(network.address()), network.prefix());
-        [match_family(network), is_multicast, vec![Expr::Verdict(Verdict::Return)]].concat()
+        [nfproto(network.address()), is_multicast, vec![Expr::Verdict(Verdict::Return)]].concat()
     };
     let goto_checks = vec![Expr::Verdict(Verdict::Goto(CHECKS.into()))];
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
@@ -180,12 +173,8 @@ fn is_rule_of(listed: &Listed, address: Cidr, exclude: &[Cidr]) -> bool {
 fn add_shared_chains(batch: &mut Batch) {
     batch.ensure_table(TABLE, Some(TABLE_COMMENT));
     batch.ensure_chain(TABLE, CHECKS, Some(CHECKS_COMMENT));
-    batch.ensure_base_chain(TABLE, POSTROUTING, BASE, None);
-    // The batch is one transaction, so no packet sees the chain without rules.
-    batch.flush_chain(TABLE, POSTROUTING);
-    for exprs in base_rules() {
-        batch.append_rule(TABLE, POSTROUTING, &Rule::new(exprs));
-    }
+    batch.ensure_base_chain(TABLE, POSTROUTING, BASE);
+    batch.replace_rules(TABLE, POSTROUTING, base_rules());
 }
 
 /// Whether the base chain exists and has the [`base_rules`], written by these plugins or by Go. If

@@ -212,9 +212,9 @@ impl Batch {
     /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
     /// fails without an errno if the chain exists with another hook, type or priority, and with
     /// [`Error::is_unsupported`] if the kernel has no such type of chain.
-    pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain, comment: Option<&str>) {
+    pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain) {
         let what = format!("failed to add nft base chain {table} {name}");
-        let mut attributes = vec![
+        let attributes = vec![
             ChainAttribute::Table(table.name.into()),
             ChainAttribute::Name(name.into()),
             ChainAttribute::Hook(vec![
@@ -223,7 +223,6 @@ impl Batch {
             ]),
             ChainAttribute::Type(base.kind.name().into()),
         ];
-        attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
         let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
         self.push(what, table.family, NLM_F_CREATE, message);
         if let Some(change) = self.changes.last_mut() {
@@ -237,8 +236,8 @@ impl Batch {
     }
 
     /// Creates the chain. The commit fails with EEXIST if it exists.
-    pub fn create_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>) {
-        self.push_chain(table, name, comment, NLM_F_CREATE | NLM_F_EXCL);
+    pub fn create_chain(&mut self, table: Table<'_>, name: &str) {
+        self.push_chain(table, name, None, NLM_F_CREATE | NLM_F_EXCL);
     }
 
     /// Adds the creation of a chain with these netlink flags.
@@ -256,6 +255,15 @@ impl Batch {
         let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
         self.push(format!("failed to flush nft chain {table} {name}"), table.family, 0, message);
         self.mark((table, name), RuleChange::Other);
+    }
+
+    /// Makes these the only rules of the chain, which must exist. No packet sees the chain without
+    /// rules, because the batch is one transaction.
+    pub(crate) fn replace_rules(&mut self, table: Table<'_>, chain: &str, rules: impl IntoIterator<Item = Vec<Expr>>) {
+        self.flush_chain(table, chain);
+        for exprs in rules {
+            self.append_rule(table, chain, &Rule::new(exprs));
+        }
     }
 
     /// Adds the rule at the chain's end. The commit fails with ENOENT if the chain, a chain that

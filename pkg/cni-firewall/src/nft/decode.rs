@@ -35,19 +35,17 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NF_DROP: u32 = 0;
     const NFTA_CHAIN_USE: u16 = 6;
     const NFTA_CHAIN_TYPE: u16 = 7;
-    const NFTA_CHAIN_USERDATA: u16 = 12;
     let bytes = payload.get(NFGENMSG_LEN..)?;
     let table = text(attribute(bytes, NFTA_CHAIN_TABLE)?);
     let name = text(attribute(bytes, NFTA_CHAIN_NAME)?);
     let handle = u64_be(attribute(bytes, NFTA_CHAIN_HANDLE)?)?;
-    let (comment, _) = userdata::decode(attribute(bytes, NFTA_CHAIN_USERDATA).unwrap_or_default());
     let base = match (attribute(bytes, NFTA_CHAIN_HOOK), attribute(bytes, NFTA_CHAIN_TYPE)) {
         (Some(hook), Some(kind)) => base_chain(hook, kind),
         _ => None,
     };
     let drops = number(bytes, NFTA_CHAIN_POLICY) == Some(NF_DROP);
     let uses = number(bytes, NFTA_CHAIN_USE).unwrap_or(0);
-    Some((table, Chain { name, handle, base, uses, drops, comment }))
+    Some((table, Chain { name, handle, base, uses, drops }))
 }
 
 /// Decodes a base chain's hook and type; `None` for those that are not used here.

@@ -13,8 +13,16 @@ use cni_linux::error::{Cause, Error, Result};
 /// The maximum number of readings of one list until two successive ones agree. A change of the
 /// rules invalidates at most two readings, so only a constant stream of changes reaches this bound.
 pub(super) const READS_MAX: usize = 512;
-/// The bound instead of [`READS_MAX`] within [`Nft::with_few_retries`].
+/// The bound instead of [`READS_MAX`] for [`Retries::Few`].
 const FEW_READS_MAX: usize = 4;
+
+/// How often a reading is repeated while other processes change rules.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Retries {
+    Many,
+    /// For long lists that are not worth waiting for, or that can be read in another way.
+    Few,
+}
 
 impl Nft {
     /// Returns the chain's rules, in order; none if the chain does not exist. The kernel sends only
@@ -83,25 +91,25 @@ impl Nft {
         Ok(rules.into_iter().flatten().collect())
     }
 
-    /// Like [`rules_where`](Nft::rules_where), but reads the chain only once if the ruleset does
-    /// not change meanwhile. Not for chains at whose beginning other processes insert rules; see
-    /// [`wait_for_generation`](Nft::wait_for_generation) for the reason.
-    pub fn rules_at_once(
-        &mut self,
-        table: Table<'_>,
-        chain: &str,
-        matches: impl Fn(&[u8]) -> bool,
-    ) -> Result<Vec<Listed>> {
-        let what = format!("failed to list nft chain {table} {chain}");
-        self.read_at_once(&what, |nft| nft.rules_where(table, chain, &matches))
-    }
-
     /// Calls `read` until the ruleset does not change during the call, and returns its result.
-    /// Within `read` each list is read only once. `what` begins an error's text.
-    pub fn read_at_once<T>(&mut self, what: &str, mut read: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
-        for _ in 0..self.reads_max {
+    /// Within `read` each list is read only once if the ruleset does not change. `what` begins an
+    /// error's text. Not for chains at whose beginning other processes insert rules; see
+    /// [`wait_for_generation`](Nft::wait_for_generation) for the reason.
+    pub(crate) fn read_at_once<T>(
+        &mut self,
+        what: &str,
+        retries: Retries,
+        mut read: impl FnMut(&mut Nft) -> Result<T>,
+    ) -> Result<T> {
+        let reads_max = match retries {
+            Retries::Many => READS_MAX,
+            Retries::Few => FEW_READS_MAX,
+        };
+        for _ in 0..reads_max {
             let generation = self.wait_for_generation()?;
+            self.reads_max = reads_max;
             let result = read(self);
+            self.reads_max = READS_MAX;
             // `wait_for_generation` has set this until the next commit, which may never come.
             self.one_reading_suffices = false;
             let value = result?;
@@ -109,27 +117,7 @@ impl Nft {
                 return Ok(value);
             }
         }
-        Err(self.too_many_changes(what))
-    }
-
-    /// Calls `read`, within which reading a list fails soon if other processes keep changing it.
-    /// For information that is not worth waiting for.
-    pub fn with_few_retries<T>(&mut self, read: impl FnOnce(&mut Nft) -> Result<T>) -> Result<T> {
-        self.limit_retries(true);
-        let result = read(self);
-        self.limit_retries(false);
-        result
-    }
-
-    /// Sets whether reading a list fails soon if other processes keep changing it.
-    pub(crate) fn limit_retries(&mut self, is_limited: bool) {
-        self.reads_max = if is_limited { FEW_READS_MAX } else { READS_MAX };
-    }
-
-    /// Returns the error for a list that was changed during each of its readings.
-    fn too_many_changes(&self, what: &str) -> Error {
-        let text = format!("other processes changed the rules during each of {} readings", self.reads_max);
-        Error::new(what, Cause::text(text))
+        Err(too_many_changes(what, reads_max))
     }
 
     /// Returns the table's chains; none if the table does not exist. The kernel sends the chains of
@@ -241,6 +229,12 @@ impl Nft {
             }
             previous_handles = Some(handles);
         }
-        Err(self.too_many_changes(what))
+        Err(too_many_changes(what, self.reads_max))
     }
+}
+
+/// Returns the error for a list that was changed during each of its readings.
+fn too_many_changes(what: &str, reads: usize) -> Error {
+    let text = format!("other processes changed the rules during each of {reads} readings");
+    Error::new(what, Cause::text(text))
 }

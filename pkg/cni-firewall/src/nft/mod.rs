@@ -35,6 +35,7 @@ pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
 pub use decode::{has_any_pair, mentions};
 pub use expr::{Expr, Verdict};
 pub(crate) use index::{Key, Search, is_long};
+pub(crate) use lists::Retries;
 pub(crate) use socket::Extension;
 pub use socket::{Generation, Nft, raced};
 
@@ -161,8 +162,6 @@ pub struct Chain {
     pub uses: u32,
     /// Whether its policy is drop: packets that reach its end are dropped.
     pub drops: bool,
-    /// The comment that `nft` shows.
-    pub comment: Option<String>,
 }
 
 #[cfg(test)]

@@ -135,16 +135,6 @@ impl<'w> ConflictSearch<'w> {
         }
     }
 
-    /// Calls `search`. If it fails, forgets the remarks that it has added.
-    pub(super) fn remarks_of<T>(&mut self, search: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let count = self.remarks.len();
-        let result = search(self);
-        if result.is_err() {
-            self.remarks.truncate(count);
-        }
-        result
-    }
-
     /// Writes the remarks as notes: the search of these tables is finished.
     pub(super) fn note_remarks(&mut self) {
         for remark in self.remarks.drain(..) {

@@ -9,7 +9,7 @@ use std::fmt;
 use cni::hash::{sha512, sha512_hex};
 
 use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_HASH_LEN, PLAIN_ID_MAX, TAG_ALIAS, TAG_NETWORK};
-use crate::nft::expr::{iifname, iifname_of};
+use crate::nft::expr::{iifname, iifname_of, jump};
 use crate::nft::{Expr, Key, Listed, Rule, Verdict};
 use cni::AttachmentId;
 use cni_linux::error::{Cause, Error, Result};
@@ -70,14 +70,14 @@ impl Id {
         let mut exprs = iifname(host_veth).ok_or_else(|| {
             Error::new(format!("failed to build a rule for interface {host_veth}"), Cause::text("the name is too long"))
         })?;
-        exprs.push(Expr::Verdict(Verdict::Jump(self.chain())));
+        exprs.push(jump(self.chain()));
         Ok(exprs)
     }
 
     /// Returns the expressions of the only rule of [`chain`](Id::chain): the jump to
     /// [`mac_chain`](Id::mac_chain).
     pub(super) fn jump_to_mac_chain(&self) -> Vec<Expr> {
-        vec![Expr::Verdict(Verdict::Jump(self.mac_chain()))]
+        vec![jump(self.mac_chain())]
     }
 }
 

@@ -388,8 +388,8 @@ fn add_rules(nft: &mut Nft, batch: &mut Batch, id: &Id, jump: &Rule, mac: Mac) -
     }
     // `create` fails if the chain exists: of two processes that write the rules of one ID, the
     // second fails here, plans again, and finds the rules of the first.
-    batch.create_chain(TABLE, &id.chain(), None);
-    batch.create_chain(TABLE, &id.mac_chain(), None);
+    batch.create_chain(TABLE, &id.chain());
+    batch.create_chain(TABLE, &id.mac_chain());
     batch.append_rule(TABLE, PREROUTING, jump);
     batch.append_rule(TABLE, &id.chain(), &commented(id.jump_to_mac_chain()));
     for exprs in mac_rules(mac) {
@@ -401,7 +401,7 @@ fn add_rules(nft: &mut Nft, batch: &mut Batch, id: &Id, jump: &Rule, mac: Mac) -
 /// Adds to `batch` the creation of the table and of PREROUTING, unless they exist.
 fn add_shared_chain(batch: &mut Batch) {
     batch.ensure_table(TABLE, None);
-    batch.ensure_base_chain(TABLE, PREROUTING, BASE, None);
+    batch.ensure_base_chain(TABLE, PREROUTING, BASE);
 }
 
 /// Returns the jump from PREROUTING to the ID's chain, with a tag that names the attachment, or

@@ -10,7 +10,7 @@ use cni::config::NetConf;
 use cni::json::Json;
 use cni::{Error, Result};
 use cni_firewall::Backend;
-use cni_firewall::iptables::check_conditions;
+use cni_firewall::iptables::{CHAIN_NAME_MAX, check_conditions, is_chain_name};
 use cni_firewall::portmap::conditions::ConditionSyntax;
 use cni_firewall::portmap::{ClaimedPort, Mapping, Policy, Protocol, SetMark, Snat};
 use serde::Deserialize;
@@ -158,9 +158,6 @@ pub(crate) fn unknown_keys(json: &cni::json::Json) -> Vec<cni::json::UnknownKey>
     json.unknown_keys::<RawConf>()
 }
 
-/// The longest name, in bytes, that iptables accepts for a chain.
-const CHAIN_NAME_MAX: usize = 28;
-
 /// Returns how packets are marked for masquerading. `bit` is the key `markMasqBit`, `chain` the key
 /// `externalSetMarkChain`.
 ///
@@ -170,9 +167,7 @@ fn parse_set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
     match (bit, chain) {
         (Some(_), Some(_)) => Err(Error::config("Cannot specify externalSetMarkChain and markMasqBit")),
         (None, Some(chain)) => {
-            let is_well_formed = !chain.is_empty() && chain.len() <= CHAIN_NAME_MAX && !chain.starts_with(['-', '!']);
-            // `check_conditions` refuses control characters and `COMMIT`.
-            if !is_well_formed || chain.contains(char::is_whitespace) || check_conditions(&[chain]).is_err() {
+            if !is_chain_name(chain) {
                 return Err(Error::config(format!(
                     "externalSetMarkChain: {chain:?} is not a chain name: it must be 1 to {CHAIN_NAME_MAX} bytes, \
                      without spaces or control characters, and must not begin with - or !"

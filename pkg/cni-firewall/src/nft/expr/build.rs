@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use cni::cidr::octets;
 
-use super::{Base, CmpOp, Expr, MetaKey, Reg};
+use super::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
 
 /// Returns a match: `load`, which must load a value into register 1, and the comparison of this
 /// value with `data`.
@@ -119,10 +119,12 @@ fn ct_has_any(key: u32, bits: u32) -> Vec<Expr> {
     ]
 }
 
-/// Returns the match `meta nfproto ipv4` or `ipv6`, by `NFPROTO_*`. `nft` adds this itself before
-/// an address in an inet table.
-pub fn nfproto(family: u8) -> Vec<Expr> {
-    equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![family])
+/// Returns the match `meta nfproto ipv4` or `ipv6`, the family of the address. `nft` adds this itself
+/// before an address in an inet table.
+pub fn nfproto(address: IpAddr) -> Vec<Expr> {
+    let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
+    // Both numbers fit into the byte.
+    equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![u8::try_from(number).unwrap_or_default()])
 }
 
 /// Returns the match `meta l4proto PROTO`, by `IPPROTO_*`. `nft` adds this itself before a port.
@@ -161,6 +163,11 @@ pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
     exprs.extend(port.map(|port| Expr::Load { to: Reg::R2, data: port.to_be_bytes().to_vec() }));
     exprs.push(Expr::Dnat { family: family.unsigned_abs(), addr: Reg::R1, port: port.map(|_| Reg::R2) });
     exprs
+}
+
+/// Returns the statement `jump CHAIN`.
+pub fn jump(chain: impl Into<String>) -> Expr {
+    Expr::Verdict(Verdict::Jump(chain.into()))
 }
 
 /// Turns a match for `==` into one for `!=`: inverts the comparison that ends `exprs`.

@@ -15,7 +15,7 @@ mod build;
 
 pub use build::{
     ct_dnat, ct_established_related, daddr, dnat, dport, ether_saddr, ether_saddr_of, fib_daddr_local, icmpv6_types,
-    iifname, iifname_of, in_set, l4proto, masked, nfproto, not, oifname, saddr, with_mask,
+    iifname, iifname_of, in_set, jump, l4proto, masked, nfproto, not, oifname, saddr, with_mask,
 };
 
 /// A register of 16 bytes, by the kernel's number.

@@ -15,7 +15,7 @@ use cni::machine::OnSigterm;
 use super::conflict::{ConflictSearch, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, SetMark, Snat, older_mapping_remark};
 use crate::engine::Store;
-use crate::iptables::{Chains, Edit, FAMILIES, JumpSearch, Part, Rule, SearchFor, Variant};
+use crate::iptables::{Chains, Edit, FAMILIES, JumpSearch, Part, Rule, SearchFor, Variant, program_prefix};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -76,19 +76,11 @@ fn ensure_empty_chain(
         Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
         Err(error) => search.remark(format_args!(
             "failed to create the empty portmap chain in {}, which only the CHECK of Go's portmap needs: {error}",
-            program_name(request.family)
+            program_prefix(request.family)
         )),
         Ok(()) => {}
     }
     Ok(())
-}
-
-/// Returns the name of this family's iptables, for messages.
-fn program_name(family: Family) -> &'static str {
-    match family {
-        Family::V4 => "iptables",
-        Family::V6 => "ip6tables",
-    }
 }
 
 /// Plans all changes for one family: the removal of dead containers' rules, the shared rules, and
@@ -285,7 +277,7 @@ pub(super) fn check(store: &Store<'_>, wanted: &Forwarding) -> Result<Option<Vec
         }
         is_found |= shortest.is_some();
         let found = shortest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
-        let name = program_name(request.family);
+        let name = program_prefix(request.family);
         differences.extend(found.into_iter().map(|difference| format!("{name}: {difference}")));
     }
     // The container may still have its chain in a family in which no port is mapped.

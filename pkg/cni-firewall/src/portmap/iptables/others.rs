@@ -9,10 +9,10 @@ use cni::machine::OnSigterm;
 use super::super::conflict::{ConflictSearch, SearchedTables};
 use super::super::{ClaimedPort, Holder};
 use super::shape::{self, DNAT, Jump, MappingRules, Section};
-use super::{Chains, FamilyRequest, candidate_jumps, delete_sections, jumps_to, program_name};
+use super::{Chains, FamilyRequest, candidate_jumps, delete_sections, jumps_to};
 use crate::Backend;
 use crate::engine::Store;
-use crate::iptables::{Edit, Iptables, Rule, Variant};
+use crate::iptables::{Edit, Iptables, Rule, Variant, program_prefix};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 
@@ -40,7 +40,7 @@ pub(in super::super) fn search_other_tables(
             if Some(variant) == written_variant || (variant == Variant::Legacy && !is_mapped) {
                 continue;
             }
-            let name = format!("{}-{variant}", program_name(family));
+            let name = format!("{}-{variant}", program_prefix(family));
             search.begin(SearchedTables::Other(name.clone()));
             match search_table(&mut iptables, &request, variant, search) {
                 Err(error) if variant == Variant::Legacy && !must_fail(&error) => store.notes.note(format_args!(
@@ -124,7 +124,7 @@ pub(super) fn plan_displacement(
 }
 
 /// Does [`plan_displacement`] for the other containers' chains that lead to this container's
-/// address, except `searched_chains`. Also fails if other processes keep changing rules.
+/// address, except `searched_chains`.
 fn plan_displacement_by_address(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
@@ -136,9 +136,7 @@ fn plan_displacement_by_address(
         if searched_chains.contains(&chain) {
             continue;
         }
-        nat.with_few_retries(|nat| {
-            search.remarks_of(|search| plan_displacement_in_chain(nat, request, &chain, search, edit))
-        })?;
+        plan_displacement_in_chain(nat, request, &chain, search, edit)?;
     }
     Ok(())
 }

@@ -27,7 +27,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use cni::hash::sha512_hex;
 
 use super::super::{ClaimedPort, Forwarding, Mapping, Protocol, SetMark, Snat};
-use crate::iptables::{JumpKeys, Rule, rule_in_words};
+use crate::iptables::{CHAIN_NAME_MAX, JumpKeys, Rule, rule_in_words};
 use crate::nft::{Key, Listed};
 use cni::AttachmentId;
 use cni::Cidr;
@@ -59,10 +59,9 @@ fn words<const N: usize>(words: [&str; N]) -> RuleWords {
 }
 
 /// Returns the name of a container's chain: the prefix and hex digits of the SHA-512 of network and
-/// container ID, 28 characters in all, which is the limit of iptables.
+/// container ID, as many characters as iptables accepts.
 fn hashed_name(prefix: &str, attachment: &AttachmentId) -> String {
-    const NAME_LEN: usize = 28;
-    let digits = NAME_LEN.saturating_sub(prefix.len());
+    let digits = CHAIN_NAME_MAX.saturating_sub(prefix.len());
     format!("{prefix}{}", sha512_hex(&[attachment.network.as_bytes(), attachment.container_id.as_bytes()], digits))
 }
 
@@ -226,7 +225,7 @@ pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &Claime
             let network = if container.prefix() > 0 { Some(container.network().to_string()) } else { None };
             masqueraded_sources.push(network);
             if container.is_ipv4() {
-                masqueraded_sources.push(Some(full_prefix(Ipv4Addr::LOCALHOST.into())));
+                masqueraded_sources.push(Some(Cidr::host(Ipv4Addr::LOCALHOST.into()).to_string()));
             }
         }
     }
@@ -253,16 +252,11 @@ fn match_words(source: Option<&str>, claim: &ClaimedPort) -> RuleWords {
         rule.extend(words(["-s", source]));
     }
     if let Some(host_ip) = claim.host_ip {
-        rule.extend(words(["-d", &full_prefix(host_ip)]));
+        rule.extend(words(["-d", &Cidr::host(host_ip).to_string()]));
     }
     let protocol = claim.protocol.name();
     rule.extend(words(["-p", protocol, "-m", protocol, "--dport", &claim.host_port.to_string()]));
     rule
-}
-
-/// Returns the prefix that has only this address: `192.0.2.1/32`.
-fn full_prefix(address: IpAddr) -> String {
-    format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
 /// Reads the claim of a rule with the target DNAT. `None` for any other rule, and for a rule

@@ -6,7 +6,7 @@ use super::super::{ClaimedPort, Forwarding, Snat, conditions};
 use super::identity::{ContainerRule, Identity, Ownership, read_rules, rules_naming_container};
 use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING, Shared};
 use super::{FamilyPlan, mappings_to_other_addresses};
-use crate::nft::{Expr, Key, Nft};
+use crate::nft::{Expr, Key, Nft, Retries};
 use cni_linux::error::Result;
 
 /// The existing rules of an attachment in one family.
@@ -80,11 +80,11 @@ pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>
     };
     let mut nft = Nft::open()?;
     let what = "failed to read the host ports in nftables";
-    let found = nft.read_at_once(what, read)?;
+    let found = nft.read_at_once(what, Retries::Many, read)?;
     let has_own = |rules: &[ContainerRule]| rules.iter().any(|found| identity.owns(&found.listed.rule, &addresses));
     if !found.iter().any(|family| has_own(&family.rules)) {
         // The attachment may still have rules in a family in which no port is mapped.
-        let all = nft.read_at_once(what, |nft| rules_naming_container(nft, &identity))?;
+        let all = nft.read_at_once(what, Retries::Many, |nft| rules_naming_container(nft, &identity))?;
         if !has_own(&all) {
             return Ok(None);
         }

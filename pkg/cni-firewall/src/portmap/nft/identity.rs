@@ -12,6 +12,7 @@
 use std::net::IpAddr;
 
 use cni::hash::{sha512, sha512_hex};
+use cni::steps::hex;
 use cni::text::cut;
 
 use super::shape::{self, CONTAINER_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
@@ -152,6 +153,16 @@ fn comment(container_id: &str) -> String {
 /// Returns the alias in the rule's tag, if it has one.
 pub(crate) fn alias(rule: &Rule) -> Option<String> {
     rule.tag(TAG_ALIAS).map(|alias| String::from_utf8_lossy(alias).into_owned())
+}
+
+/// Returns the name of the attachment that a rule belongs to, and the function that returns the name
+/// of an attachment in the same form: the tag or, without a tag, only the comment.
+pub(crate) fn owner_name(rule: &Rule) -> (String, fn(&AttachmentId) -> String) {
+    match (alias(rule), rule.tag(TAG_HASHES)) {
+        (Some(alias), _) => (alias, AttachmentId::alias),
+        (None, Some(hashes)) => (hex(hashes), |attachment| hex(&Identity::new(attachment).hashes())),
+        (None, None) => (rule.comment.clone().unwrap_or_default(), |attachment| comment(&attachment.container_id)),
+    }
 }
 
 /// Returns the name of the rule's network; `None` for a rule without a tag, and for a rule that has

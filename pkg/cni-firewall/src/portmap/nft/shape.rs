@@ -19,7 +19,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Verdict};
+use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey};
 use super::super::super::nft::{self, BaseChain, Batch, Chain, Hook, Key, Kind, Listed, Nft, Rule, Table};
 use super::super::{ClaimedPort, Protocol, Snat};
 use cni::cidr::from_octets;
@@ -63,18 +63,13 @@ pub(crate) fn table(family: Family) -> Table<'static> {
 /// Returns the rule by which the [`ENTRY_CHAINS`] jump to [`HOSTPORTS_ALL`].
 pub(super) fn entry_rule() -> Vec<Expr> {
     let mut exprs = expr::fib_daddr_local();
-    exprs.push(jump(HOSTPORTS_ALL));
+    exprs.push(expr::jump(HOSTPORTS_ALL));
     exprs
 }
 
 /// Returns the rules of the chain [`HOSTPORTS_ALL`].
 pub(super) fn hostports_all_rules() -> [Vec<Expr>; 2] {
-    [vec![jump(HOSTIP_HOSTPORTS)], vec![jump(HOSTPORTS)]]
-}
-
-/// Returns a jump to a chain.
-fn jump(chain: &str) -> Expr {
-    Expr::Verdict(Verdict::Jump(chain.to_owned()))
+    [vec![expr::jump(HOSTIP_HOSTPORTS)], vec![expr::jump(HOSTPORTS)]]
 }
 
 /// Returns the rule of a mapping, without the conditions that come before it.
@@ -263,7 +258,7 @@ impl Shared {
         }
         for (name, base) in SHARED_CHAINS.into_iter().filter(|(name, _)| self.missing_chains.contains(name)) {
             match base {
-                Some(base) => batch.ensure_base_chain(table, name, base, None),
+                Some(base) => batch.ensure_base_chain(table, name, base),
                 None => batch.ensure_chain(table, name, None),
             }
         }
