@@ -6,18 +6,12 @@
 //! that exists with another type, hook or priority is an error. With a `create_` method, the commit
 //! fails if the object exists, so the second of two processes notices the first.
 
-use netlink_packet_core::DefaultNla;
 use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST};
-use netlink_packet_netfilter::nftables as wire;
-use netlink_packet_netfilter::nftables::{
-    ChainAttribute, DataAttribute, ListAttribute, NfTablesMessage, RuleAttribute, SetAttribute, SetElementAttribute,
-    SetElementList, SetElementMessage, TableAttribute,
-};
 use std::net::IpAddr;
 
+use super::request::{Request, RequestType, number_attribute};
 use super::userdata;
 use super::{Expr, Family, Generation, Rule, Table};
-use cni::cidr::octets;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::Message;
 
@@ -56,37 +50,26 @@ impl Kind {
     }
 }
 
-/// A hook of the families ip, ip6, inet and bridge.
+/// A hook of the families ip, ip6, inet and bridge. The numbers are the kernel's, `NF_INET_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hook {
     /// Packets that came in.
-    Prerouting,
+    Prerouting = 0,
     /// Packets for this machine.
-    Input,
+    Input = 1,
     /// Packets that go on to another machine or container.
-    Forward,
+    Forward = 2,
     /// Packets that start here.
-    Output,
+    Output = 3,
     /// Packets about to leave.
-    Postrouting,
+    Postrouting = 4,
 }
 
 impl Hook {
-    /// Returns the hook as the packet crate writes it.
-    fn wire(self) -> wire::InetHookNumber {
-        match self {
-            Hook::Prerouting => wire::InetHookNumber::PreRouting,
-            Hook::Input => wire::InetHookNumber::LocalIn,
-            Hook::Forward => wire::InetHookNumber::Forward,
-            Hook::Output => wire::InetHookNumber::LocalOut,
-            Hook::Postrouting => wire::InetHookNumber::PostRouting,
-        }
-    }
-
     /// Returns the hook of this kernel number (`NF_INET_*`).
     pub(crate) fn by_number(number: u32) -> Option<Hook> {
         let all = [Hook::Prerouting, Hook::Input, Hook::Forward, Hook::Output, Hook::Postrouting];
-        all.into_iter().find(|hook| u32::from(hook.wire()) == number)
+        all.into_iter().find(|hook| *hook as u32 == number)
     }
 }
 
@@ -115,27 +98,6 @@ impl SetKind {
 pub(crate) enum RulePosition {
     First,
     Last,
-}
-
-/// Returns the attribute with the protocol that a rule matches. The kernel needs it to check the
-/// rule's xtables matches: the match `tcp`, for example, requires protocol tcp.
-fn protocol_attribute(protocol: u8) -> RuleAttribute {
-    const NFTA_RULE_COMPAT_PROTO: u16 = 1;
-    const NFTA_RULE_COMPAT_FLAGS: u16 = 2;
-    let number = |kind, value: u32| DefaultNla::new(kind, value.to_be_bytes().to_vec());
-    RuleAttribute::Compat(vec![number(NFTA_RULE_COMPAT_PROTO, protocol.into()), number(NFTA_RULE_COMPAT_FLAGS, 0)])
-}
-
-/// Returns the message body that names one element of a set: `address`.
-pub(super) fn element(table: Table<'_>, set: &str, address: IpAddr) -> SetElementMessage {
-    let key = SetElementAttribute::Key(DataAttribute::Value(octets(address)));
-    SetElementMessage {
-        attributes: vec![
-            SetElementList::Table(table.name.into()),
-            SetElementList::Set(set.into()),
-            SetElementList::Elements(vec![ListAttribute::Element(vec![key])]),
-        ],
-    }
 }
 
 /// A change of a batch.
@@ -203,10 +165,8 @@ impl Batch {
     /// Creates the table unless it exists. An existing table keeps its comment.
     pub fn ensure_table(&mut self, table: Table<'_>, comment: Option<&str>) {
         let what = format!("failed to add nft table {table}");
-        let mut attributes = vec![TableAttribute::Name(table.name.into())];
-        attributes.extend(self.userdata(&what, comment, &[]).map(TableAttribute::UserData));
-        let message = NfTablesMessage::NewTable(wire::TableMessage { attributes });
-        self.push(what, table.family, NLM_F_CREATE, message);
+        let userdata = self.userdata(&what, comment, &[]);
+        self.push(what, NLM_F_CREATE, Request::in_table(RequestType::NewTable, table).userdata(6, userdata));
     }
 
     /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
@@ -214,17 +174,9 @@ impl Batch {
     /// [`Error::is_unsupported`] if the kernel has no such type of chain.
     pub fn ensure_base_chain(&mut self, table: Table<'_>, name: &str, base: BaseChain) {
         let what = format!("failed to add nft base chain {table} {name}");
-        let attributes = vec![
-            ChainAttribute::Table(table.name.into()),
-            ChainAttribute::Name(name.into()),
-            ChainAttribute::Hook(vec![
-                wire::Hook::Number(base.hook.wire().into()),
-                wire::Hook::Priority(base.priority.cast_unsigned()),
-            ]),
-            ChainAttribute::Type(base.kind.name().into()),
-        ];
-        let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, table.family, NLM_F_CREATE, message);
+        let hook = [number_attribute(1, base.hook as u32), number_attribute(2, base.priority.cast_unsigned())];
+        let request = Request::in_table(RequestType::NewChain, table).text(3, name).nest(4, &hook.concat());
+        self.push(what, NLM_F_CREATE, request.text(7, base.kind.name()));
         if let Some(change) = self.changes.last_mut() {
             change.is_base_chain = true;
         }
@@ -243,17 +195,15 @@ impl Batch {
     /// Adds the creation of a chain with these netlink flags.
     fn push_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>, flags: u16) {
         let what = format!("failed to add nft chain {table} {name}");
-        let mut attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
-        attributes.extend(self.userdata(&what, comment, &[]).map(ChainAttribute::UserData));
-        let message = NfTablesMessage::NewChain(wire::ChainMessage { attributes });
-        self.push(what, table.family, flags, message);
+        let userdata = self.userdata(&what, comment, &[]);
+        let request = Request::in_table(RequestType::NewChain, table).text(3, name);
+        self.push(what, flags, request.userdata(12, userdata));
     }
 
     /// Removes every rule of the chain. The commit fails with ENOENT if the chain does not exist.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
-        let attributes = vec![RuleAttribute::Table(table.name.into()), RuleAttribute::Chain(name.into())];
-        let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
-        self.push(format!("failed to flush nft chain {table} {name}"), table.family, 0, message);
+        let request = Request::in_table(RequestType::DeleteRule, table).text(2, name);
+        self.push(format!("failed to flush nft chain {table} {name}"), 0, request);
         self.mark((table, name), RuleChange::Other);
     }
 
@@ -269,34 +219,26 @@ impl Batch {
     /// Adds the rule at the chain's end. The commit fails with ENOENT if the chain, a chain that
     /// the rule jumps to, or a set that it uses does not exist.
     pub fn append_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
-        self.push_rule(table, chain, rule, NLM_F_CREATE | NLM_F_APPEND);
+        self.add_rule(table, chain, rule, RulePosition::Last);
     }
 
     /// Adds the rule at the chain's beginning, otherwise like [`append_rule`](Batch::append_rule).
     /// Of several inserted rules, the last one inserted becomes the first of the chain.
     pub fn insert_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule) {
-        self.push_rule(table, chain, rule, NLM_F_CREATE);
+        self.add_rule(table, chain, rule, RulePosition::First);
     }
 
-    /// Adds the creation of a rule with these netlink flags.
-    fn push_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, flags: u16) {
+    /// Adds the rule at this position.
+    fn add_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, position: RulePosition) {
         let comment = rule.comment.as_deref();
         let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
-        let mut attributes = vec![
-            RuleAttribute::Table(table.name.into()),
-            RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Expressions(rule.exprs.iter().map(Expr::wire).collect()),
-        ];
-        attributes.extend(self.userdata(&what, comment, &rule.tags).map(RuleAttribute::UserData));
-        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
-        self.push(what, table.family, flags, message);
-        let is_append = flags & NLM_F_APPEND != 0;
-        self.mark((table, chain), if is_append { RuleChange::Append } else { RuleChange::Other });
+        let userdata = self.userdata(&what, comment, &rule.tags);
+        self.push_rule((table, chain), what, position, new_rule(table, chain, &rule.exprs).userdata(7, userdata));
     }
 
     /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
     /// (`IPPROTO_*`, 0 for any) is the protocol that the rule matches, which the kernel needs to
-    /// check xtables matches.
+    /// check xtables matches: the match `tcp`, for example, requires protocol tcp.
     pub(crate) fn add_xtables_rule(
         &mut self,
         (table, chain): (Table<'_>, &str),
@@ -305,19 +247,19 @@ impl Batch {
         position: RulePosition,
     ) {
         let what = format!("failed to add a rule to iptables chain {table} {chain}");
-        let attributes = vec![
-            RuleAttribute::Table(table.name.into()),
-            RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Expressions(exprs.iter().map(Expr::wire).collect()),
-            protocol_attribute(protocol),
-        ];
-        let message = NfTablesMessage::NewRule(wire::RuleMessage { attributes });
+        let protocol_and_flags = [number_attribute(1, protocol.into()), number_attribute(2, 0)].concat();
+        let request = new_rule(table, chain, exprs).nest(5, &protocol_and_flags);
+        self.push_rule((table, chain), what, position, request);
+    }
+
+    /// Adds the request that adds a rule to the chain.
+    fn push_rule(&mut self, place: (Table<'_>, &str), what: String, position: RulePosition, request: Request) {
         let (flags, effect) = match position {
             RulePosition::First => (NLM_F_CREATE, RuleChange::Other),
             RulePosition::Last => (NLM_F_CREATE | NLM_F_APPEND, RuleChange::Append),
         };
-        self.push(what, table.family, flags, message);
-        self.mark((table, chain), effect);
+        self.push(what, flags, request);
+        self.mark(place, effect);
     }
 
     /// Creates a set of addresses unless it exists.
@@ -325,52 +267,36 @@ impl Batch {
         // The kernel requires a number that no other set of the transaction has.
         let id = u32::try_from(self.changes.len()).unwrap_or(u32::MAX);
         let (data_type, len) = kind.wire();
-        let attributes = vec![
-            SetAttribute::Table(table.name.into()),
-            SetAttribute::Name(name.into()),
-            SetAttribute::KeyType(data_type),
-            SetAttribute::KeyLen(len),
-            SetAttribute::Id(id),
-        ];
-        let message = NfTablesMessage::NewSet(wire::SetMessage { attributes });
-        let what = format!("failed to add nft set {table} {name}");
-        self.push(what, table.family, NLM_F_CREATE, message);
+        let request = Request::in_table(RequestType::NewSet, table).text(2, name);
+        let request = request.number(4, data_type).number(5, len).number(10, id);
+        self.push(format!("failed to add nft set {table} {name}"), NLM_F_CREATE, request);
     }
 
     /// Removes the set with its elements. The commit fails with EBUSY if a rule uses the set, and
     /// with ENOENT if it does not exist.
     pub fn delete_set(&mut self, table: Table<'_>, name: &str) {
-        let attributes = vec![SetAttribute::Table(table.name.into()), SetAttribute::Name(name.into())];
-        let message = NfTablesMessage::DeleteSet(wire::SetMessage { attributes });
-        let what = format!("failed to delete nft set {table} {name}");
-        self.push(what, table.family, 0, message);
+        let request = Request::in_table(RequestType::DeleteSet, table).text(2, name);
+        self.push(format!("failed to delete nft set {table} {name}"), 0, request);
     }
 
     /// Adds an address to a set unless the set contains it. The commit fails with ENOENT if the set
     /// does not exist.
     pub fn ensure_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
-        let message = NfTablesMessage::NewSetElement(element(table, set, address));
-        let what = format!("failed to add {address} to nft set {table} {set}");
-        self.push(what, table.family, NLM_F_CREATE, message);
+        let request = Request::in_table(RequestType::NewElement, table).text(2, set).element(address);
+        self.push(format!("failed to add {address} to nft set {table} {set}"), NLM_F_CREATE, request);
     }
 
     /// Removes an address from a set. The commit fails with ENOENT if the set does not contain it.
     pub fn delete_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) {
-        let message = NfTablesMessage::DeleteSetElement(element(table, set, address));
-        let what = format!("failed to delete {address} from nft set {table} {set}");
-        self.push(what, table.family, 0, message);
+        let request = Request::in_table(RequestType::DeleteElement, table).text(2, set).element(address);
+        self.push(format!("failed to delete {address} from nft set {table} {set}"), 0, request);
     }
 
     /// Removes one rule. The commit fails with ENOENT if the rule no longer exists.
     pub fn delete_rule(&mut self, table: Table<'_>, chain: &str, handle: u64) {
-        let attributes = vec![
-            RuleAttribute::Table(table.name.into()),
-            RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Handle(handle),
-        ];
-        let message = NfTablesMessage::DeleteRule(wire::RuleMessage { attributes });
+        let request = Request::in_table(RequestType::DeleteRule, table).text(2, chain);
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
-        self.push(what, table.family, 0, message);
+        self.push(what, 0, request.bytes(3, &handle.to_be_bytes()));
         self.mark((table, chain), RuleChange::Delete(handle));
     }
 
@@ -378,21 +304,15 @@ impl Batch {
     /// and with ENOENT if no chain has this handle, even if another chain has the name. Before
     /// Linux 4.16 only the name counts.
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
-        let attributes = vec![
-            ChainAttribute::Table(table.name.into()),
-            ChainAttribute::Name(name.into()),
-            ChainAttribute::Handle(handle),
-        ];
-        let message = NfTablesMessage::DeleteChain(wire::ChainMessage { attributes });
-        self.push(format!("failed to delete nft chain {table} {name}"), table.family, 0, message);
+        let request = Request::in_table(RequestType::DeleteChain, table).text(3, name);
+        self.push(format!("failed to delete nft chain {table} {name}"), 0, request.bytes(2, &handle.to_be_bytes()));
     }
 
     /// Removes the table with everything in it. The commit fails with ENOENT if it does not exist.
     #[cfg(test)]
     pub(crate) fn delete_table(&mut self, table: Table<'_>) {
-        let attributes = vec![TableAttribute::Name(table.name.into())];
-        let message = NfTablesMessage::DeleteTable(wire::TableMessage { attributes });
-        self.push(format!("failed to delete nft table {table}"), table.family, 0, message);
+        let request = Request::in_table(RequestType::DeleteTable, table);
+        self.push(format!("failed to delete nft table {table}"), 0, request);
     }
 
     /// Whether there are no changes, not even one that could not be encoded.
@@ -430,9 +350,8 @@ impl Batch {
         bytes
     }
 
-    /// Adds the change that `message` makes; see [`Change`] for the other parameters.
-    fn push(&mut self, what: String, family: Family, flags: u16, message: NfTablesMessage) {
-        let (kind, body) = family.message(&message);
+    /// Adds the change that the request makes; see [`Change`] for the other parameters.
+    fn push(&mut self, what: String, flags: u16, Request { kind, body }: Request) {
         let flags = NLM_F_REQUEST | flags;
         self.changes.push(Change { what, is_base_chain: false, flags, kind, body, rules: None });
     }
@@ -443,4 +362,10 @@ impl Batch {
             change.rules = Some(((table.family, table.name.to_owned(), chain.to_owned()), effect));
         }
     }
+}
+
+/// Returns the request that adds a rule with these expressions.
+fn new_rule(table: Table<'_>, chain: &str, exprs: &[Expr]) -> Request {
+    let exprs: Vec<u8> = exprs.iter().flat_map(Expr::encode).collect();
+    Request::in_table(RequestType::NewRule, table).text(2, chain).nest(4, &exprs)
 }

@@ -1,11 +1,7 @@
 //! Decodes the kernel's nf_tables messages. No input makes it panic; unknown attributes are
 //! skipped.
-//!
-//! The packet crate is only used for writing: its reader (0.4.0) panics on a truncated nested
-//! attribute. The functions for expressions use attribute numbers; a comment beside them gives the
-//! meanings.
 
-use super::expr::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
+use super::expr::{self, Expr};
 use super::userdata;
 use super::{BaseChain, Chain, Hook, Kind, Listed, Rule};
 use cni_linux::netlink::wire::{attribute, attributes, number, text, u64_be};
@@ -63,8 +59,6 @@ const NFTA_RULE_TABLE: u16 = 1;
 const NFTA_RULE_CHAIN: u16 = 2;
 const NFTA_RULE_HANDLE: u16 = 3;
 const NFTA_RULE_EXPRESSIONS: u16 = 4;
-const NFTA_EXPR_NAME: u16 = 1;
-const NFTA_EXPR_DATA: u16 = 2;
 
 /// The table, the chain and the handle of a dumped rule.
 #[derive(Clone, Copy, Debug)]
@@ -115,9 +109,8 @@ pub fn counted_packets(payload: &[u8]) -> u64 {
     const NFTA_COUNTER_PACKETS: u16 = 2;
     let exprs = payload.get(NFGENMSG_LEN..).and_then(|bytes| attribute(bytes, NFTA_RULE_EXPRESSIONS));
     let packets = attributes(exprs.unwrap_or_default()).map(|(_, element)| {
-        let is_counter = text(attribute(element, NFTA_EXPR_NAME).unwrap_or_default()) == "counter";
-        let data = attribute(element, NFTA_EXPR_DATA).unwrap_or_default();
-        attribute(data, NFTA_COUNTER_PACKETS).filter(|_| is_counter).and_then(u64_be).unwrap_or(0)
+        let (name, data) = expr::parts(element);
+        attribute(data, NFTA_COUNTER_PACKETS).filter(|_| name == "counter").and_then(u64_be).unwrap_or(0)
     });
     packets.fold(0, u64::saturating_add)
 }
@@ -128,130 +121,9 @@ pub fn rule(payload: &[u8]) -> Option<Listed> {
     let bytes = payload.get(NFGENMSG_LEN..)?;
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
     let exprs = attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
-    let exprs = attributes(exprs).map(|(_, element)| expr(element)).collect();
+    let exprs = attributes(exprs).map(|(_, element)| Expr::decode(element)).collect();
     let (comment, tags) = userdata::decode(attribute(bytes, NFTA_RULE_USERDATA).unwrap_or_default());
     Some(Listed { handle, rule: Rule { exprs, comment, tags } })
-}
-
-/// Decodes one element of a rule's expression list. An expression, or a form of it, that [`Expr`]
-/// does not represent becomes [`Expr::Other`].
-fn expr(element: &[u8]) -> Expr {
-    let name = text(attribute(element, NFTA_EXPR_NAME).unwrap_or_default());
-    let data = attribute(element, NFTA_EXPR_DATA).unwrap_or_default();
-    let expr = match name.as_str() {
-        "meta" => meta(data),
-        "payload" => payload(data),
-        "bitwise" => bitwise(data),
-        "cmp" => cmp(data),
-        "immediate" => immediate(data),
-        "fib" => fib(data),
-        "lookup" => lookup(data),
-        // More attributes than destination and key would select a direction, or write.
-        "ct" if attributes(data).count() == 2 => ct(data),
-        "nat" => nat(data),
-        "match" => xt(data).map(|(name, revision, info)| Expr::XtMatch { name, revision, info }),
-        "target" => xt(data).map(|(name, revision, info)| Expr::XtTarget { name, revision, info }),
-        // An attribute would be a port range or a flag, which `Expr::Masquerade` does not have.
-        "masq" if attributes(data).next().is_none() => Some(Expr::Masquerade),
-        _ => None,
-    };
-    expr.unwrap_or(Expr::Other(name))
-}
-
-/// Returns the constant in a data attribute.
-fn value(data: &[u8]) -> Option<Vec<u8>> {
-    const NFTA_DATA_VALUE: u16 = 1;
-    attribute(data, NFTA_DATA_VALUE).map(<[u8]>::to_vec)
-}
-
-/// Decodes the load of a packet's property; `None` for `meta set`.
-fn meta(data: &[u8]) -> Option<Expr> {
-    // 1: destination, 2: key. An expression with a source register instead sets the key.
-    Some(Expr::Meta { to: Reg(number(data, 1)?), key: MetaKey(number(data, 2)?) })
-}
-
-/// Decodes the load of packet bytes.
-fn payload(data: &[u8]) -> Option<Expr> {
-    // 1: destination, 2: base, 3: offset, 4: length.
-    let (to, base) = (Reg(number(data, 1)?), Base(number(data, 2)?));
-    Some(Expr::Payload { to, base, offset: number(data, 3)?, len: number(data, 4)? })
-}
-
-/// Decodes a mask and xor within one register; `None` for other operations.
-fn bitwise(data: &[u8]) -> Option<Expr> {
-    // 1: source, 2: destination, 3: length, 4: mask, 5: xor, 6: operation, absent on old kernels.
-    const MASK_AND_XOR: u32 = 0;
-    let (source, destination) = (number(data, 1)?, number(data, 2)?);
-    let (mask, xor) = (value(attribute(data, 4)?)?, value(attribute(data, 5)?)?);
-    let operation = number(data, 6).unwrap_or(MASK_AND_XOR);
-    if source != destination || operation != MASK_AND_XOR {
-        return None;
-    }
-    Some(Expr::Bitwise { reg: Reg(destination), mask, xor })
-}
-
-/// Decodes the comparison of a register with a constant.
-fn cmp(data: &[u8]) -> Option<Expr> {
-    // 1: source, 2: operator, 3: constant.
-    Some(Expr::Cmp { reg: Reg(number(data, 1)?), op: CmpOp(number(data, 2)?), data: value(attribute(data, 3)?)? })
-}
-
-/// Decodes `immediate`, which either loads a constant or ends the rule with a verdict.
-fn immediate(data: &[u8]) -> Option<Expr> {
-    const NFTA_DATA_VERDICT: u16 = 2;
-    const NFTA_VERDICT_CODE: u16 = 1;
-    const NFTA_VERDICT_CHAIN: u16 = 2;
-    // 1: destination, 2: the constant or the verdict.
-    let (to, operand) = (number(data, 1)?, attribute(data, 2)?);
-    match attribute(operand, NFTA_DATA_VERDICT) {
-        Some(verdict) => {
-            let chain = attribute(verdict, NFTA_VERDICT_CHAIN).map(text);
-            Some(Expr::Verdict(Verdict::from_wire(number(verdict, NFTA_VERDICT_CODE)?, chain)))
-        }
-        None => Some(Expr::Load { to: Reg(to), data: value(operand)? }),
-    }
-}
-
-/// Decodes a look-up in the routing tables.
-fn fib(data: &[u8]) -> Option<Expr> {
-    // 1: destination, 2: result, 3: flags.
-    Some(Expr::Fib { to: Reg(number(data, 1)?), result: number(data, 2)?, flags: number(data, 3)? })
-}
-
-/// Decodes a look-up in a set; `None` for a map or an inverted look-up.
-fn lookup(data: &[u8]) -> Option<Expr> {
-    const NFTA_LOOKUP_FLAGS: u16 = 5;
-    const NFTA_LOOKUP_DREG: u16 = 3;
-    // With a destination register the expression reads a map; a flag inverts the look-up.
-    if attribute(data, NFTA_LOOKUP_DREG).is_some() || number(data, NFTA_LOOKUP_FLAGS).unwrap_or(0) != 0 {
-        return None;
-    }
-    // 1: set, 2: source.
-    Some(Expr::Lookup { set: text(attribute(data, 1)?), reg: Reg(number(data, 2)?) })
-}
-
-/// Decodes the load of a property of the tracked connection.
-fn ct(data: &[u8]) -> Option<Expr> {
-    // 1: destination, 2: key.
-    Some(Expr::Ct { to: Reg(number(data, 1)?), key: number(data, 2)? })
-}
-
-/// Decodes an xtables match or target: its name, its revision and its C structure.
-fn xt(data: &[u8]) -> Option<(String, u32, Vec<u8>)> {
-    // 1: name, 2: revision, 3: the C structure.
-    Some((text(attribute(data, 1)?), number(data, 2)?, attribute(data, 3).unwrap_or_default().to_vec()))
-}
-
-/// Decodes destination NAT; `None` for source NAT.
-fn nat(data: &[u8]) -> Option<Expr> {
-    const NAT_DNAT: u32 = 1;
-    // 1: `NAT_DNAT` or the number of source NAT, 2: family, 3: register of the address, 5: register
-    // of the port.
-    let (kind, family, addr) = (number(data, 1)?, number(data, 2)?, Reg(number(data, 3)?));
-    if kind != NAT_DNAT {
-        return None;
-    }
-    Some(Expr::Dnat { family, addr, port: number(data, 5).map(Reg) })
 }
 
 /// Whether a rule, as the kernel sends it, has one of these byte pairs at an even offset. Port
@@ -276,19 +148,16 @@ pub fn mentions(rule: &[u8], bytes: impl AsRef<[u8]>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::expr;
+    use super::super::expr::Verdict;
     use super::*;
     use cni_linux::netlink::wire::{Message, messages, outcome};
-    use netlink_packet_core::Emitable;
     use proptest::prelude::*;
 
     fn round_trip(exprs: &[Expr]) {
         for written in exprs {
-            let element = written.wire();
-            let mut bytes = vec![0; element.buffer_len()];
-            element.emit(&mut bytes);
+            let bytes = written.encode();
             let (_, inner) = attributes(&bytes).next().unwrap();
-            assert_eq!(&super::expr(inner), written);
+            assert_eq!(&Expr::decode(inner), written);
         }
     }
 

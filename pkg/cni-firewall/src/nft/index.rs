@@ -24,11 +24,11 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use super::batch::{Change, RuleChange};
+use super::request::{Request, RequestType};
 use super::{Chain, Family, Listed, Nft, Table, decode};
 use cni_linux::error::Result;
 use cni_linux::netlink::wire;
 use netlink_packet_core::NLM_F_ECHO;
-use netlink_packet_netfilter::nftables::{NfTablesMessage, RuleAttribute, RuleMessage, TableAttribute, TableMessage};
 
 mod entries;
 
@@ -349,14 +349,9 @@ impl Nft {
     /// Returns the rule with this handle; `None` if it does not exist.
     fn rule(&mut self, table: Table<'_>, chain: &str, handle: u64) -> Result<Option<Listed>> {
         let what = format!("failed to read rule {handle} of nft chain {table} {chain}");
-        let attributes = vec![
-            RuleAttribute::Table(table.name.into()),
-            RuleAttribute::Chain(chain.into()),
-            RuleAttribute::Handle(handle),
-        ];
-        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
+        let request = Request::in_table(RequestType::GetRule, table).text(2, chain).bytes(3, &handle.to_be_bytes());
         let mut found = None;
-        match self.ask(&what, table.family, &request, 0, |message| found = decode::rule(message.payload)) {
+        match self.ask(&what, &request, 0, |message| found = decode::rule(message.payload)) {
             Ok(_) => Ok(found),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -376,10 +371,9 @@ impl Nft {
     /// Returns an index of the chain, without entries; `None` on kernels that lack a number.
     fn new_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<Option<Index>> {
         let what = format!("failed to read nft table {table}");
-        let request =
-            NfTablesMessage::GetTable(TableMessage { attributes: vec![TableAttribute::Name(table.name.into())] });
+        let request = Request::in_table(RequestType::GetTable, table);
         let mut handle = None;
-        self.ask(&what, table.family, &request, 0, |message| handle = decode::table(message.payload))?;
+        self.ask(&what, &request, 0, |message| handle = decode::table(message.payload))?;
         let numbers = self.socket()?.netns_cookie().zip(handle);
         Ok(numbers.map(|(cookie, (table_handle, _))| Index {
             path: self.index_path(table, &chain.name),

@@ -1,12 +1,10 @@
 //! Reads consistent lists of tables, chains and rules.
 
 use netlink_packet_core::NLM_F_DUMP;
-use netlink_packet_netfilter::nftables::{
-    ChainAttribute, ChainMessage, NfTablesMessage, RuleAttribute, RuleMessage, TableMessage,
-};
 
 use super::batch::Batch;
 use super::decode;
+use super::request::{Request, RequestType};
 use super::{BaseChain, Chain, Family, Listed, Nft, Table};
 use cni_linux::error::{Cause, Error, Result};
 
@@ -75,10 +73,12 @@ impl Nft {
         chain: Option<&str>,
         read: impl Fn(&[u8], &[u8]) -> Option<T>,
     ) -> Result<Vec<T>> {
-        let mut attributes = vec![RuleAttribute::Table(table.name.into())];
-        attributes.extend(chain.map(|chain| RuleAttribute::Chain(chain.into())));
-        let request = NfTablesMessage::GetRule(RuleMessage { attributes });
-        let rules = self.dump(what, table.family, request, |payload| {
+        let in_table = Request::in_table(RequestType::GetRule, table);
+        let request = match chain {
+            Some(chain) => in_table.text(2, chain),
+            None => in_table,
+        };
+        let rules = self.dump(what, request, |payload| {
             let place = decode::place(payload)?;
             // Old kernels send all rules of the family.
             let is_wanted_chain = chain.is_none_or(|chain| place.chain == chain.as_bytes());
@@ -130,10 +130,9 @@ impl Nft {
     /// Returns the chain of this name; `None` if it does not exist.
     pub fn find_chain(&mut self, table: Table<'_>, name: &str) -> Result<Option<Chain>> {
         let what = format!("failed to read nft chain {table} {name}");
-        let attributes = vec![ChainAttribute::Table(table.name.into()), ChainAttribute::Name(name.into())];
-        let request = NfTablesMessage::GetChain(ChainMessage { attributes });
+        let request = Request::in_table(RequestType::GetChain, table).text(3, name);
         let mut found = None;
-        match self.ask(&what, table.family, &request, 0, |message| found = decode::chain(message.payload)) {
+        match self.ask(&what, &request, 0, |message| found = decode::chain(message.payload)) {
             Ok(_) => Ok(found.map(|(_, chain)| chain)),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -166,8 +165,7 @@ impl Nft {
         matches: impl Fn(&str, &Chain) -> bool,
     ) -> Result<Vec<(String, Chain)>> {
         let what = format!("failed to list the nft chains of family {}", family.name());
-        let request = NfTablesMessage::GetChain(ChainMessage { attributes: Vec::new() });
-        self.dump(&what, family, request, |payload| {
+        self.dump(&what, Request::new(RequestType::GetChain, family), |payload| {
             let (table, chain) = decode::chain(payload)?;
             if matches(&table, &chain) { Some((chain.handle, (table, chain))) } else { None }
         })
@@ -176,16 +174,15 @@ impl Nft {
     /// Returns the names of the family's tables.
     pub(crate) fn tables(&mut self, family: Family) -> Result<Vec<String>> {
         let what = format!("failed to list the nft tables of family {}", family.name());
-        let request = NfTablesMessage::GetTable(TableMessage { attributes: Vec::new() });
-        self.dump(&what, family, request, decode::table)
+        self.dump(&what, Request::new(RequestType::GetTable, family), decode::table)
     }
 
     /// Whether the set exists and contains the address.
     pub fn has_element(&mut self, table: Table<'_>, set: &str, address: std::net::IpAddr) -> Result<bool> {
         let what = format!("failed to read nft set {table} {set}");
-        let request = NfTablesMessage::GetSetElement(super::batch::element(table, set, address));
+        let request = Request::in_table(RequestType::GetElement, table).text(2, set).element(address);
         let mut found = false;
-        match self.ask(&what, table.family, &request, 0, |_| found = true) {
+        match self.ask(&what, &request, 0, |_| found = true) {
             Ok(_) => Ok(found),
             Err(error) if error.is_not_found() => Ok(false),
             Err(error) => Err(error),
@@ -206,14 +203,13 @@ impl Nft {
     fn dump<T>(
         &mut self,
         what: &str,
-        family: Family,
-        request: NfTablesMessage,
+        request: Request,
         read_object: impl Fn(&[u8]) -> Option<(u64, T)>,
     ) -> Result<Vec<T>> {
         let mut previous_handles = None;
         for _ in 0..self.reads_max {
             let (mut handles, mut values, mut generations) = (Vec::new(), Vec::new(), Vec::new());
-            let is_uninterrupted = self.ask(what, family, &request, NLM_F_DUMP, |message| {
+            let is_uninterrupted = self.ask(what, &request, NLM_F_DUMP, |message| {
                 let generation = decode::generation_low_bits(message.payload);
                 if !generations.contains(&generation) {
                     generations.push(generation);

@@ -17,16 +17,13 @@
 
 use std::fmt;
 
-use cni_linux::netlink::wire::emitted;
-use netlink_packet_netfilter::NetfilterProtoFamily;
-use netlink_packet_netfilter::nftables::NfTablesMessage;
-
 mod batch;
 pub mod decode;
 pub mod expr;
 mod index;
 mod lists;
 mod refusal;
+mod request;
 mod socket;
 pub mod userdata;
 
@@ -44,17 +41,17 @@ const NFNL_SUBSYS_NFTABLES: u16 = 10;
 /// The netlink subsystem number of xtables extensions in nf_tables.
 const NFNL_SUBSYS_NFT_COMPAT: u16 = 11;
 
-/// The packets that a table sees.
+/// The packets that a table sees. The numbers are the kernel's, `NFPROTO_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// IPv4 and IPv6.
-    Inet,
+    Inet = 1,
     /// IPv4.
-    Ip,
+    Ip = 2,
     /// IPv6.
-    Ip6,
+    Ip6 = 10,
     /// Frames on a bridge.
-    Bridge,
+    Bridge = 7,
 }
 
 impl Family {
@@ -68,21 +65,9 @@ impl Family {
         }
     }
 
-    /// Returns the netlink type of a message and its body: `struct nfgenmsg` (family, version 0,
-    /// resource id 0) and the attributes.
-    fn message(self, message: &NfTablesMessage) -> (u16, Vec<u8>) {
-        let kind = NFNL_SUBSYS_NFTABLES << 8 | u16::from(u8::from(message.message_type()));
-        (kind, [&[self.number(), 0, 0, 0][..], &emitted(message)].concat())
-    }
-
-    /// Returns the family's kernel number, `NFPROTO_*`.
+    /// Returns the family's kernel number.
     fn number(self) -> u8 {
-        u8::from(match self {
-            Family::Inet => NetfilterProtoFamily::Inet,
-            Family::Ip => NetfilterProtoFamily::IPv4,
-            Family::Ip6 => NetfilterProtoFamily::IPv6,
-            Family::Bridge => NetfilterProtoFamily::Bridge,
-        })
+        self as u8
     }
 }
 

@@ -5,7 +5,6 @@
 
 use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST};
-use netlink_packet_netfilter::nftables::{GenMessage, NfTablesMessage};
 use nix::errno::Errno;
 
 use super::batch::Batch;
@@ -13,6 +12,7 @@ use super::decode;
 use super::index::{self, Appended, Index};
 use super::lists::READS_MAX;
 use super::refusal::{Absence, Refusal};
+use super::request::{Request, RequestType};
 use super::{Family, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::socket::{Protocol, Socket};
@@ -268,10 +268,10 @@ impl Nft {
     /// kernel without nf_tables.
     pub fn generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to read nftables' generation";
-        let request = NfTablesMessage::GetGen(GenMessage { attributes: Vec::new() });
-        let mut generation = None;
         // All families have the same generation.
-        self.ask(WHAT, Family::Inet, &request, 0, |message| generation = decode::generation(message.payload))?;
+        let request = Request::new(RequestType::GetGeneration, Family::Inet);
+        let mut generation = None;
+        self.ask(WHAT, &request, 0, |message| generation = decode::generation(message.payload))?;
         if self.socket.is_err() {
             return Ok(Generation(0));
         }
@@ -285,14 +285,12 @@ impl Nft {
     pub(super) fn ask(
         &mut self,
         what: &str,
-        family: Family,
-        request: &NfTablesMessage,
+        request: &Request,
         flags: u16,
         mut on_object: impl FnMut(&Message<'_>),
     ) -> Result<bool> {
         let Ok(socket) = &mut self.socket else { return Ok(true) };
-        let (kind, body) = family.message(request);
-        match socket.ask(kind, flags, &body, &mut on_object).map_err(|cause| Error::new(what, cause)) {
+        match socket.ask(request.kind, flags, &request.body, &mut on_object).map_err(|cause| Error::new(what, cause)) {
             // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
             Err(error) if error.errno() == Some(libc::EINVAL) => {
                 self.socket = Err(Absence::from_refused_request(what));
