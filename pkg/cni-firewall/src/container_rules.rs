@@ -17,6 +17,7 @@ use super::forward::records::RecordChain;
 use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, program_prefix, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{Listed, Nft, Retries, Table};
+use super::owner::OwnerTag;
 use super::portmap::iptables::shape as portmap_iptables;
 use super::portmap::nft::identity;
 use super::portmap::nft::shape as portmap_nft;
@@ -282,8 +283,8 @@ fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()>
         for chain in portmap_nft::CONTAINER_CHAINS {
             for listed in nft.rules(table, chain)? {
                 let Some(container) = listed.rule.comment.clone() else { continue };
-                let (alias, name) = (identity::alias(&listed.rule), identity::owner_name(&listed.rule));
-                let owner = RuleOwner::new(alias.as_deref(), [None, Some(&container), None], name);
+                let (tag, name) = (OwnerTag::of(&listed.rule), identity::owner_name(&listed.rule));
+                let owner = RuleOwner::new(tag.alias(), [None, Some(&container), None], name);
                 let text = match portmap_nft::read_mapping(&listed.rule) {
                     Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
                     None => words(family, &listed.rule.exprs).join(" "),
@@ -304,10 +305,10 @@ fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
         let Some(comment) = listed.rule.comment.clone() else { continue };
         let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
         let comment_of = |owner: &AttachmentId| spoof::Id::new(&owner.container_id, &owner.ifname).comment();
-        let alias = listed.rule.tag(spoof::TAG_ALIAS).map(String::from_utf8_lossy);
+        let tag = OwnerTag::of(&listed.rule);
         // A guess: both parts can contain a dash, but names of interfaces seldom do.
         let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((&container_ifname, ""));
-        let owner = RuleOwner::new(alias.as_deref(), [None, Some(container), Some(ifname)], (comment, comment_of));
+        let owner = RuleOwner::new(tag.alias(), [None, Some(container), Some(ifname)], (comment, comment_of));
         let text = "only the container's own MAC address passes".to_owned();
         rules.push(nft_entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
     }

@@ -1,14 +1,19 @@
 //! Selects rules by the attachment that owns them.
 //!
 //! The rules of each feature name their owner in one form (`OwnerForm`), mostly in the comment.
+//! Rules of nf_tables whose comment Go searches for have a tag beside it (`OwnerTag`).
 //! Rules of the Go plugins that name only the container are *untagged*.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use cni::config::ValidAttachments;
+use cni::hash::{sha512, sha512_hex};
+use cni::text::cut;
 use cni::{AttachmentId, Cidr};
 use cni_linux::route::Family;
+
+use crate::nft::Rule;
 
 /// A selection of attachments.
 #[derive(Clone, Copy, Debug)]
@@ -133,6 +138,69 @@ impl SelectedOwners {
         match &self.valid {
             None => self.beginnings.iter().any(|selected| selected == name),
             Some(valid) => self.beginnings.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name),
+        }
+    }
+}
+
+/// The type of the tag with an attachment's alias, in a rule of nf_tables.
+pub(crate) const TAG_ALIAS: u8 = 0x80;
+/// The type of the tag that replaces an alias that does not fit: the [`network_hash`], and further
+/// bytes in some features.
+pub(crate) const TAG_HASHES: u8 = 0x81;
+/// The bytes of a [`network_hash`].
+pub(crate) const NETWORK_HASH_LEN: usize = 8;
+
+/// Returns the hash of a network's name: the first bytes of its SHA-512.
+pub(crate) fn network_hash(network: &str) -> Vec<u8> {
+    sha512(&[network.as_bytes()])[..NETWORK_HASH_LEN].to_vec()
+}
+
+/// Returns the ID or, if it is longer than `max`, its beginning, `-` and a hash of the whole ID: 116
+/// bytes, so that `nft` accepts it as a comment, also with a prefix of 12 bytes.
+pub(crate) fn shortened(id: &str, max: usize) -> String {
+    const BEGINNING_MAX: usize = 83;
+    const HASH_DIGITS: usize = 32;
+    if id.len() <= max {
+        return id.to_owned();
+    }
+    format!("{}-{}", cut(id, BEGINNING_MAX), sha512_hex(&[id.as_bytes()], HASH_DIGITS))
+}
+
+/// The tag of a rule of nf_tables that names the attachment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum OwnerTag {
+    /// The attachment's alias.
+    Alias(String),
+    /// The hashes that replace a long alias.
+    Hashes(Vec<u8>),
+    /// There is no tag, because a Go plugin or the program `nft` wrote the rule.
+    Missing,
+}
+
+impl OwnerTag {
+    /// Reads a rule's tag.
+    pub(crate) fn of(rule: &Rule) -> OwnerTag {
+        match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
+            (Some(alias), _) => OwnerTag::Alias(String::from_utf8_lossy(alias).into_owned()),
+            (None, Some(hashes)) => OwnerTag::Hashes(hashes.to_vec()),
+            (None, None) => OwnerTag::Missing,
+        }
+    }
+
+    /// Returns the alias, if the tag has it.
+    pub(crate) fn alias(&self) -> Option<&str> {
+        match self {
+            OwnerTag::Alias(alias) => Some(alias),
+            OwnerTag::Hashes(_) | OwnerTag::Missing => None,
+        }
+    }
+
+    /// Whether the attachment belongs to `network`; `None` if there is no tag.
+    pub(crate) fn is_of_network(&self, network: &str) -> Option<bool> {
+        match self {
+            OwnerTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
+            OwnerTag::Hashes(hashes) => Some(hashes.starts_with(&network_hash(network))),
+            OwnerTag::Missing => None,
         }
     }
 }

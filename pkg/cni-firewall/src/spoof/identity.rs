@@ -6,12 +6,10 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use cni::hash::{sha512, sha512_hex};
-
-use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, NETWORK_HASH_LEN, PLAIN_ID_MAX, TAG_ALIAS, TAG_NETWORK};
+use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, PLAIN_ID_MAX};
 use crate::nft::expr::{iifname, iifname_of, jump};
 use crate::nft::{Expr, Key, Listed, Rule, Verdict};
-use cni::AttachmentId;
+use crate::owner::{OwnerTag, shortened};
 use cni_linux::error::{Cause, Error, Result};
 
 /// `<containerID>-<ifname>`, shortened if very long: the part of the names of chains and of the
@@ -20,22 +18,9 @@ use cni_linux::error::{Cause, Error, Result};
 pub(crate) struct Id(pub(super) String);
 
 impl Id {
-    /// Returns the ID of an attachment. An ID longer than [`PLAIN_ID_MAX`] is replaced with its
-    /// beginning, `-` and a hash of the whole ID: 116 bytes, so that `nft` accepts the comment.
+    /// Returns the ID of an attachment, [`shortened`] if it is longer than [`PLAIN_ID_MAX`].
     pub(crate) fn new(container_id: &str, ifname: &str) -> Id {
-        const CUT_LEN: usize = 83;
-        const HASH_DIGITS: usize = 32;
-        let id = format!("{container_id}-{ifname}");
-        if id.len() <= PLAIN_ID_MAX {
-            return Id(id);
-        }
-        let hash = sha512_hex(&[id.as_bytes()], HASH_DIGITS);
-        // Valid IDs are ASCII. The loop avoids a panic for others.
-        let mut end = CUT_LEN;
-        while !id.is_char_boundary(end) {
-            end -= 1;
-        }
-        Id(format!("{}-{hash}", &id[..end]))
+        Id(shortened(&format!("{container_id}-{ifname}"), PLAIN_ID_MAX))
     }
 
     /// Returns the name of the chain that the jump leads to.
@@ -102,57 +87,25 @@ pub(super) fn keys(listed: &Listed) -> Vec<Key> {
     std::iter::once(comment).chain(ids_of(&listed.rule).map(|id| id.key())).collect()
 }
 
-/// Returns the network's hash as in a [`TAG_NETWORK`].
-pub(super) fn network_hash(network: &str) -> Vec<u8> {
-    sha512(&[network.as_bytes()])[..NETWORK_HASH_LEN].to_vec()
-}
-
-/// The tag of a jump, which names the attachment that the rules belong to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum JumpTag {
-    /// The attachment's alias, with the network's name.
-    Alias(String),
-    /// The hash of the network's name, for an alias that is too long.
-    NetworkHash(Vec<u8>),
-    /// There is no tag, because the Go plugin wrote the rule, or no jump at all.
-    Missing,
-}
-
-impl JumpTag {
-    /// Reads a jump's tag.
-    pub(super) fn of(rule: &Rule) -> JumpTag {
-        match (rule.tag(TAG_ALIAS), rule.tag(TAG_NETWORK)) {
-            (Some(alias), _) => JumpTag::Alias(String::from_utf8_lossy(alias).into_owned()),
-            (None, Some(hash)) => JumpTag::NetworkHash(hash.to_vec()),
-            (None, None) => JumpTag::Missing,
-        }
-    }
-}
-
-/// Displays the attachment for a message.
-impl fmt::Display for JumpTag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            JumpTag::Alias(alias) => f.write_str(alias),
-            JumpTag::NetworkHash(_) => f.write_str("an attachment whose name is too long to be recorded"),
-            JumpTag::Missing => f.write_str("an attachment created by a Go plugin"),
-        }
-    }
-}
-
 /// An attachment that has spoof rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpoofOwner {
     pub(super) id: Id,
     /// The interface whose frames are checked; `None` if no jump names one.
     pub host_veth: Option<String>,
-    pub(super) tag: JumpTag,
+    /// The tag of the jump.
+    pub(super) tag: OwnerTag,
 }
 
 /// Displays the attachment and the guarded interface: `cni:net/c1/eth0, host interface veth12`.
 impl fmt::Display for SpoofOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, host interface {}", self.tag, self.host_veth.as_deref().unwrap_or("unknown"))
+        let attachment = match &self.tag {
+            OwnerTag::Alias(alias) => alias,
+            OwnerTag::Hashes(_) => "an attachment whose name is too long to be recorded",
+            OwnerTag::Missing => "an attachment created by a Go plugin",
+        };
+        write!(f, "{attachment}, host interface {}", self.host_veth.as_deref().unwrap_or("unknown"))
     }
 }
 
@@ -164,17 +117,7 @@ impl SpoofOwner {
 
     /// Returns the owner of a jump to the chain of this ID.
     pub(super) fn of_jump(id: Id, jump: &Rule) -> SpoofOwner {
-        SpoofOwner { id, host_veth: iifname_of(&jump.exprs), tag: JumpTag::of(jump) }
-    }
-
-    /// Whether the attachment belongs to `network`; `None` if no jump has a tag, because the Go
-    /// plugin wrote the rules or because there are only chains.
-    pub(super) fn belongs_to(&self, network: &str) -> Option<bool> {
-        match &self.tag {
-            JumpTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),
-            JumpTag::NetworkHash(hash) => Some(*hash == network_hash(network)),
-            JumpTag::Missing => None,
-        }
+        SpoofOwner { id, host_veth: iifname_of(&jump.exprs), tag: OwnerTag::of(jump) }
     }
 
     /// Whether GC of `network` removes the rules: their ID is not in `valid`, and either their tag
@@ -183,7 +126,7 @@ impl SpoofOwner {
         if valid.contains(&self.id) {
             return false;
         }
-        match (self.belongs_to(network), &self.host_veth) {
+        match (self.tag.is_of_network(network), &self.host_veth) {
             (Some(belongs), _) => belongs,
             (None, Some(host_veth)) => !links.contains(host_veth),
             // Chains without a jump: Go creates the chains first, so its ADD may be running.

@@ -33,6 +33,7 @@ use super::engine;
 use super::nft::expr::{ether_saddr, ether_saddr_of};
 use super::nft::userdata::{self, comment_len, tag_len};
 use super::nft::{BaseChain, Batch, Chain, Expr, Family, Hook, Kind, Listed, Nft, Rule, Search, Table, Verdict};
+use super::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni_linux::error::{Cause, Error, Result};
@@ -43,7 +44,6 @@ mod identity;
 
 pub(super) use identity::Id;
 pub use identity::SpoofOwner;
-use identity::{JumpTag, network_hash};
 
 pub(super) const TABLE: Table<'static> = Table { family: Family::Bridge, name: "nat" };
 pub(super) const PREROUTING: &str = "PREROUTING";
@@ -53,17 +53,10 @@ const CHAIN_PREFIX: &str = "cni-br-iface-";
 const MAC_SUFFIX: &str = "-mac";
 pub(super) const COMMENT_PREFIX: &str = "macspoofchk-";
 
-/// The type of the jump's tag with the attachment's alias ([`AttachmentId::alias`]).
-pub(super) const TAG_ALIAS: u8 = 0x80;
-/// The type of the tag used if the alias is too long: the first 8 bytes of the SHA-512 of the
-/// network's name.
-const TAG_NETWORK: u8 = 0x81;
-const NETWORK_HASH_LEN: usize = 8;
-
 /// The advice in the message that the rules of an ID guard another interface that exists.
 pub const RESOLVE_CONFLICT: &str = "run DEL for that attachment first, or use another interface name";
 
-/// The longest ID whose comment leaves room for a [`TAG_NETWORK`].
+/// The longest ID whose comment leaves room for a [`TAG_HASHES`], here only of the network.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len(COMMENT_PREFIX) - tag_len(NETWORK_HASH_LEN);
 
 /// A connection to nf_tables for the rules against forged source MACs, in one network namespace.
@@ -161,16 +154,16 @@ impl IdRules {
 
     /// Returns the owner: that of the first jump with a tag.
     fn owner(&self) -> SpoofOwner {
-        let without_jump = || SpoofOwner { id: self.id.clone(), host_veth: None, tag: JumpTag::Missing };
-        let owner = self.owners().reduce(|known, next| if known.tag == JumpTag::Missing { next } else { known });
+        let without_jump = || SpoofOwner { id: self.id.clone(), host_veth: None, tag: OwnerTag::Missing };
+        let owner = self.owners().reduce(|known, next| if known.tag == OwnerTag::Missing { next } else { known });
         owner.unwrap_or_else(without_jump)
     }
 
     /// Returns the owner of the first jump whose tag names a different attachment or network. Jumps
     /// without a tag are skipped.
     fn find_other_owner(&self, attachment: &AttachmentId) -> Option<SpoofOwner> {
-        let network_hash = JumpTag::NetworkHash(network_hash(&attachment.network));
-        let compatible = [JumpTag::Missing, JumpTag::Alias(attachment.alias()), network_hash];
+        let network_hash = OwnerTag::Hashes(network_hash(&attachment.network));
+        let compatible = [OwnerTag::Missing, OwnerTag::Alias(attachment.alias()), network_hash];
         self.owners().find(|owner| !compatible.contains(&owner.tag))
     }
 
@@ -284,7 +277,7 @@ impl SpoofCheck {
             let owner_with_link = rules.find_owner_with_link(None).unwrap_or(None);
             // Go's rules have no tag. The interface of this attachment is already deleted, so an
             // existing interface that Go's rules guard belongs to another attachment.
-            owner_with_link.filter(|owner| owner.tag == JumpTag::Missing)
+            owner_with_link.filter(|owner| owner.tag == OwnerTag::Missing)
         })
     }
 
@@ -412,7 +405,7 @@ fn jump_rule(id: &Id, attachment: &AttachmentId, host_veth: &str) -> Result<Rule
     if comment_len(&id.comment()) + tag_len(alias.len()) <= userdata::MAX {
         return Ok(rule.with_tag(TAG_ALIAS, alias));
     }
-    Ok(rule.with_tag(TAG_NETWORK, network_hash(&attachment.network)))
+    Ok(rule.with_tag(TAG_HASHES, network_hash(&attachment.network)))
 }
 
 #[cfg(test)]

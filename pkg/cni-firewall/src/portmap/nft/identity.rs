@@ -11,36 +11,27 @@
 
 use std::net::IpAddr;
 
-use cni::hash::{sha512, sha512_hex};
+use cni::hash::sha512;
 use cni::steps::hex;
-use cni::text::cut;
 
 use super::shape::{self, CONTAINER_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERADING};
 use super::{ClaimedPort, FamilyRequest};
 use crate::iptables::FAMILIES;
-use crate::nft::userdata::{self, comment_len};
+use crate::nft::userdata::{self, comment_len, tag_len};
 use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, mentions};
+use crate::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash, shortened};
 use cni::AttachmentId;
 use cni::cidr::octets;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-/// The tag with the attachment's alias ([`AttachmentId::alias`]).
-const TAG_ALIAS: u8 = 0x80;
-/// The tag that replaces an alias that does not fit: 8 bytes of the SHA-512 of the network's name,
-/// then 16 of that of the alias.
-const TAG_HASHES: u8 = 0x81;
 /// An empty tag: a link on the host had the alias when the rule was made. If no link has the alias
 /// now, the container is dead.
 const TAG_HAD_LINK: u8 = 0x82;
-/// The bytes of the network's hash in [`TAG_HASHES`].
-const NETWORK_LEN: usize = 8;
-/// The bytes of the alias's hash in [`TAG_HASHES`].
+/// The bytes of the alias's hash in [`TAG_HASHES`], after that of the network.
 const ALIAS_LEN: usize = 16;
-/// The bytes of a tag before its value: type and length.
-const TAG_HEADER_LEN: usize = 2;
 /// The length of the smallest set of tags: [`TAG_HASHES`], and [`TAG_HAD_LINK`] without a value.
-const TAGS_MIN: usize = TAG_HEADER_LEN + NETWORK_LEN + ALIAS_LEN + TAG_HEADER_LEN;
+const TAGS_MIN: usize = tag_len(NETWORK_HASH_LEN + ALIAS_LEN) + tag_len(0);
 /// The longest container ID that fits whole into the comment beside these tags.
 const PLAIN_ID_MAX: usize = userdata::MAX - comment_len("") - TAGS_MIN;
 
@@ -73,7 +64,7 @@ impl Identity {
 
     /// Returns the value of [`TAG_HASHES`].
     fn hashes(&self) -> Vec<u8> {
-        let mut bytes = sha512(&[self.network.as_bytes()])[..NETWORK_LEN].to_vec();
+        let mut bytes = network_hash(&self.network);
         bytes.extend(&sha512(&[self.alias.as_bytes()])[..ALIAS_LEN]);
         bytes
     }
@@ -81,8 +72,8 @@ impl Identity {
     /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
     /// attachment's alias now.
     pub(super) fn sign(&self, rule: Rule, host_link: HostLink) -> Rule {
-        // The second header is that of TAG_HAD_LINK, which has no value.
-        let used_bytes = comment_len(&self.comment) + TAG_HEADER_LEN + self.alias.len() + TAG_HEADER_LEN;
+        // The second tag is TAG_HAD_LINK, which has no value.
+        let used_bytes = comment_len(&self.comment) + tag_len(self.alias.len()) + tag_len(0);
         let rule = rule.with_comment(self.comment.clone());
         let rule = if used_bytes <= userdata::MAX {
             rule.with_tag(TAG_ALIAS, self.alias.clone())
@@ -100,12 +91,12 @@ impl Identity {
         if rule.comment.as_deref() != Some(&self.comment) {
             return Ownership::Other;
         }
-        match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
-            (Some(alias), _) if alias == self.alias.as_bytes() => Ownership::This,
-            (None, Some(hashes)) if hashes == self.hashes() => Ownership::This,
-            (None, None) => Ownership::Container,
-            _ => Ownership::Other,
-        }
+        let is_this = match OwnerTag::of(rule) {
+            OwnerTag::Alias(alias) => alias == self.alias,
+            OwnerTag::Hashes(hashes) => hashes == self.hashes(),
+            OwnerTag::Missing => return Ownership::Container,
+        };
+        if is_this { Ownership::This } else { Ownership::Other }
     }
 
     /// Whether a rule is this attachment's; `addresses` are the attachment's known addresses.
@@ -137,57 +128,25 @@ pub(super) enum HostLink {
     Absent,
 }
 
-/// Returns the comment for a container ID: the ID, or its beginning and a hash if the ID is longer
-/// than [`PLAIN_ID_MAX`]. `nft` and Go's plugin refuse such a long ID.
+/// Returns the comment for a container ID: the ID, [`shortened`] if it is longer than
+/// [`PLAIN_ID_MAX`]. `nft` and Go's plugin refuse such a long ID.
 fn comment(container_id: &str) -> String {
-    // Beginning, `-` and hash are together shorter than the 128 bytes that `nft` accepts.
-    const BEGINNING_MAX: usize = 83;
-    const HASH_DIGITS: usize = 32;
-    if container_id.len() <= PLAIN_ID_MAX {
-        return container_id.to_owned();
-    }
-    let hash = sha512_hex(&[container_id.as_bytes()], HASH_DIGITS);
-    format!("{}-{hash}", cut(container_id, BEGINNING_MAX))
-}
-
-/// Returns the alias in the rule's tag, if it has one.
-pub(crate) fn alias(rule: &Rule) -> Option<String> {
-    rule.tag(TAG_ALIAS).map(|alias| String::from_utf8_lossy(alias).into_owned())
+    shortened(container_id, PLAIN_ID_MAX)
 }
 
 /// Returns the name of the attachment that a rule belongs to, and the function that returns the name
 /// of an attachment in the same form: the tag or, without a tag, only the comment.
 pub(crate) fn owner_name(rule: &Rule) -> (String, fn(&AttachmentId) -> String) {
-    match (alias(rule), rule.tag(TAG_HASHES)) {
-        (Some(alias), _) => (alias, AttachmentId::alias),
-        (None, Some(hashes)) => (hex(hashes), |attachment| hex(&Identity::new(attachment).hashes())),
-        (None, None) => (rule.comment.clone().unwrap_or_default(), |attachment| comment(&attachment.container_id)),
+    match OwnerTag::of(rule) {
+        OwnerTag::Alias(alias) => (alias, AttachmentId::alias),
+        OwnerTag::Hashes(hashes) => (hex(&hashes), |attachment| hex(&Identity::new(attachment).hashes())),
+        OwnerTag::Missing => (rule.comment.clone().unwrap_or_default(), |attachment| comment(&attachment.container_id)),
     }
-}
-
-/// Returns the name of the rule's network; `None` for a rule without a tag, and for a rule that has
-/// only a hash of the network.
-pub(super) fn network(rule: &Rule) -> Option<String> {
-    alias(rule).as_deref().and_then(AttachmentId::parse).map(|marked| marked.network)
-}
-
-/// Whether the rule names a network, by the alias or by a hash.
-pub(super) fn names_any_network(rule: &Rule) -> bool {
-    rule.tag(TAG_ALIAS).is_some() || rule.tag(TAG_HASHES).is_some()
 }
 
 /// Whether a link on the host had the attachment's alias when the rule was made.
 pub(super) fn had_link(rule: &Rule) -> bool {
     rule.tag(TAG_HAD_LINK).is_some()
-}
-
-/// Whether the rule names `network`; false for a rule without a tag.
-pub(super) fn names_network(rule: &Rule, network: &str) -> bool {
-    match (rule.tag(TAG_ALIAS), rule.tag(TAG_HASHES)) {
-        (Some(alias), _) => alias.starts_with(AttachmentId::network_prefix(network).as_bytes()),
-        (None, Some(found)) => found.starts_with(&sha512(&[network.as_bytes()])[..NETWORK_LEN]),
-        (None, None) => false,
-    }
 }
 
 /// A rule of a container.
@@ -311,12 +270,13 @@ mod tests {
                     let expected = if one == other { Ownership::This } else { Ownership::Other };
                     assert_eq!(Identity::new(other).ownership_of(&rule), expected);
                 }
-                assert!(names_network(&rule, &one.network) && !names_network(&rule, "ne"));
+                let tag = OwnerTag::of(&rule);
+                assert_eq!([&*one.network, "ne"].map(|network| tag.is_of_network(network)), [Some(true), Some(false)]);
                 assert!(had_link(&rule));
             }
             let gos = Rule::default().with_comment(comment(&id));
             assert_eq!(Identity::new(&marks[0]).ownership_of(&gos), Ownership::Container);
-            assert!(!names_network(&gos, "net"));
+            assert_eq!(OwnerTag::of(&gos), OwnerTag::Missing);
         }
     }
 

@@ -18,7 +18,7 @@ use super::conflict::{ConflictSearch, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Holder, Policy, Refusal, Snat, older_mapping_remark};
 use crate::engine::{self, Store};
 use crate::nft::{Batch, Expr, Key, Nft, Rule};
-use crate::owner::{AttachmentFilter, Untagged};
+use crate::owner::{AttachmentFilter, OwnerTag, Untagged};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni_linux::error::Result;
@@ -183,10 +183,11 @@ fn holder_of(rule: &Rule, request: &FamilyRequest<'_>, identity: &Identity) -> O
     // Conditions that do not compile, for example those in the syntax of iptables, count as
     // different from those of every rule.
     let conditions = conditions::compile(request.conditions(), request.family).ok();
+    let tag = OwnerTag::of(rule);
     Some(Holder {
         container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
-        network: identity::network(rule),
-        alias: identity::alias(rule),
+        network: tag.alias().and_then(AttachmentId::parse).map(|marked| marked.network),
+        alias: tag.alias().map(str::to_owned),
         had_link: identity::had_link(rule),
         conditions_differ: conditions.is_none_or(|conditions| rule.exprs[..condition_count] != conditions),
         claim,
@@ -321,13 +322,15 @@ fn select_garbage(
     let valid_of = |rule: &Rule| rule.comment.as_ref().and_then(|comment| valid_by_comment.get(comment));
     let is_garbage = |rule: &Rule| {
         let is_this = |identity: &Identity| identity.ownership_of(rule) == Ownership::This;
-        identity::names_network(rule, network) && !valid_of(rule).is_some_and(|valid| valid.iter().any(is_this))
+        OwnerTag::of(rule).is_of_network(network) == Some(true)
+            && !valid_of(rule).is_some_and(|valid| valid.iter().any(is_this))
     };
+    let names_network = |rule: &Rule| OwnerTag::of(rule) != OwnerTag::Missing;
     let container_and_address = |rule: &Rule| rule.comment.clone().zip(shape::container(rule));
     // The containers and addresses of the rules that name a network, and whether all of these are
     // garbage.
     let mut owners: BTreeMap<(String, IpAddr), bool> = BTreeMap::new();
-    for ContainerRule { listed, .. } in rules.iter().filter(|found| identity::names_any_network(&found.listed.rule)) {
+    for ContainerRule { listed, .. } in rules.iter().filter(|found| names_network(&found.listed.rule)) {
         if let Some(key) = container_and_address(&listed.rule) {
             let is_garbage = is_garbage(&listed.rule);
             owners.entry(key).and_modify(|all| *all &= is_garbage).or_insert(is_garbage);
@@ -335,7 +338,7 @@ fn select_garbage(
     }
     rules.retain(|found| {
         let rule = &found.listed.rule;
-        if identity::names_any_network(rule) {
+        if names_network(rule) {
             return is_garbage(rule);
         }
         let owner = container_and_address(rule).and_then(|key| owners.get(&key));

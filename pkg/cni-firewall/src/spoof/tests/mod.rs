@@ -92,7 +92,7 @@ fn we_remove_what_go_made_also_twice() {
         go.run("ADD");
         let made = ruleset();
         let kept = SpoofCheck::open().unwrap().purge(&attachment("c1")).unwrap();
-        assert!(kept.is_some_and(|owner| owner.belongs_to("net").is_none()), "its interface exists");
+        assert!(kept.is_some_and(|owner| owner.tag.is_of_network("net").is_none()), "its interface exists");
         assert_eq!(ruleset(), made);
         delete_guarded();
         purge("c1");
@@ -308,8 +308,8 @@ fn long_ids_are_ensured_checked_listed_and_removed() {
             assert_eq!(owners.len(), 1, "{owners:?}");
             assert_eq!(owners[0].id, Id::new(&container, "eth0"));
             assert_ne!(owners[0].id, Id::new(&format!("{container}c"), "eth0"));
-            assert_eq!(owners[0].belongs_to(&"n".repeat(200)), Some(true));
-            assert_eq!(owners[0].belongs_to(&"n".repeat(199)), Some(false));
+            assert_eq!(owners[0].tag.is_of_network(&"n".repeat(200)), Some(true));
+            assert_eq!(owners[0].tag.is_of_network(&"n".repeat(199)), Some(false));
             if id_len % 2 == 0 {
                 spoof.purge(&long_network).map(drop)
             } else {
@@ -336,7 +336,7 @@ fn a_list_distinguishes_own_rules_gos_rules_and_remains() {
              add rule bridge nat PREROUTING iifname \"veth9\" accept comment \"foreign\"");
         let owners = list(&mut spoof);
         let seen: Vec<_> =
-            owners.iter().map(|o| (o.id.0.as_str(), o.host_veth.as_deref(), o.belongs_to("net"))).collect();
+            owners.iter().map(|o| (o.id.0.as_str(), o.host_veth.as_deref(), o.tag.is_of_network("net"))).collect();
         assert_eq!(
             seen,
             [("go-eth0", Some("veth7"), None), ("half-eth0", None, None), ("ours-eth0", Some("veth0"), Some(true)),]
