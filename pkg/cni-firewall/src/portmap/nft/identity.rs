@@ -18,7 +18,7 @@ use super::shape::{self, CONTAINER_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERA
 use super::{ClaimedPort, FamilyRequest};
 use crate::iptables::FAMILIES;
 use crate::nft::userdata::{self, comment_len, tag_len};
-use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, mentions};
+use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, has_any_pair, mentions};
 use crate::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash, shortened};
 use cni::AttachmentId;
 use cni::cidr::octets;
@@ -206,14 +206,16 @@ fn find_chains(nft: &mut Nft, family: Family) -> Result<Vec<Chain>> {
     Ok(chains)
 }
 
-/// Reads the rules of one family that contain a wanted port or the container's address. For a
+/// Reads the rules of one family that contain a wanted port or the container's address; other rules
+/// can be among them, because the bytes of rules are searched. For a
 /// caller that appends no rule: an index could not tell that the chain has none of them.
 pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Result<Vec<ContainerRule>> {
     let (family, address) = (request.family, request.container.address());
     let (table, octets) = (shape::table(family), octets(address));
+    let ports: Vec<[u8; 2]> = request.claims.iter().map(|claim| claim.host_port.to_be_bytes()).collect();
     let mut rules: Vec<ContainerRule> = Vec::new();
     for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {
-        let can_conflict = |rule: &[u8]| shape::names_port(rule, &request.claims) || mentions(rule, &octets);
+        let can_conflict = |rule: &[u8]| has_any_pair(rule, &ports) || mentions(rule, &octets);
         let listed = nft.rules_where(table, chain, can_conflict)?;
         rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain, listed }));
     }

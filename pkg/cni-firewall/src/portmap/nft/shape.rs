@@ -147,24 +147,6 @@ pub(super) fn keys(listed: &Listed) -> Vec<Key> {
     keys
 }
 
-/// Whether a rule, in the bytes that the kernel sends, may compare something with one of the
-/// claimed host ports: it has an attribute `NFTA_DATA_VALUE` (number 1) with these two bytes.
-/// Attributes begin at multiples of four.
-pub(super) fn names_port(rule: &[u8], claims: &[ClaimedPort]) -> bool {
-    // The header of the attribute: its length of 4 + 2, and its number.
-    let [length, number] = [6_u16.to_ne_bytes(), 1_u16.to_ne_bytes()];
-    let header = [length[0], length[1], number[0], number[1]];
-    let (words, _) = rule.as_chunks::<4>();
-    for pair in words.windows(2) {
-        let [word, [high, low, ..]] = pair else { continue };
-        let port = u16::from_be_bytes([*high, *low]);
-        if *word == header && claims.iter().any(|claim| claim.host_port == port) {
-            return true;
-        }
-    }
-    false
-}
-
 /// Returns the destination of the DNAT at position `dnat_at`: the address and port that earlier
 /// expressions load into its registers. `None` if it has no port, or if a register is not loaded.
 fn dnat_destination(exprs: &[Expr], dnat_at: usize) -> Option<SocketAddr> {
