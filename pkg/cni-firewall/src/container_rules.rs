@@ -342,11 +342,11 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
     Ok(())
 }
 
-/// Returns the owner of a rule that jumps to a container's chain; `None` if the rule has no comment.
-/// `comment_of` returns the comment for the owner, and `read_comment` reads network and container
-/// from it. The interface is read from the chain's first tag, a rule without a target and with the
-/// alias as its comment; if several interfaces of the container share the chain, it may be the
-/// wrong one.
+/// Returns the owner of a rule that jumps to a container's chain; `None` if the rule has no
+/// comment. `comment_of` returns the comment for the owner, and `read_comment` reads network and
+/// container from it. The interface is read from the chain's first tag, a rule without a target and
+/// with the alias as its comment; if several interfaces of the container share the chain, it may be
+/// the wrong one.
 fn owner_of_jump(
     nat: &mut Chains<'_>,
     jump: &Rule,

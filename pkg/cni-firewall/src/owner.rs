@@ -155,8 +155,8 @@ pub(crate) fn network_hash(network: &str) -> Vec<u8> {
     sha512(&[network.as_bytes()])[..NETWORK_HASH_LEN].to_vec()
 }
 
-/// Returns the ID or, if it is longer than `max`, its beginning, `-` and a hash of the whole ID: 116
-/// bytes, so that `nft` accepts it as a comment, also with a prefix of 12 bytes.
+/// Returns the ID or, if it is longer than `max`, its beginning, `-` and a hash of the whole ID:
+/// 116 bytes, so that `nft` accepts it as a comment, also with a prefix of 12 bytes.
 pub(crate) fn shortened(id: &str, max: usize) -> String {
     const BEGINNING_MAX: usize = 83;
     const HASH_DIGITS: usize = 32;

@@ -244,7 +244,7 @@ impl Chains<'_> {
         let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
         let table = self.table.in_nf_tables(self.family);
         let what = format!("failed to list nft chain {table} {name}");
-        let listed = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_where(table, name, &is_candidate))?;
+        let listed = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_where(table, name, is_candidate))?;
         Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
     }
 

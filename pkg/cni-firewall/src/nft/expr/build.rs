@@ -119,8 +119,8 @@ fn ct_has_any(key: u32, bits: u32) -> Vec<Expr> {
     ]
 }
 
-/// Returns the match `meta nfproto ipv4` or `ipv6`, the family of the address. `nft` adds this itself
-/// before an address in an inet table.
+/// Returns the match `meta nfproto ipv4` or `ipv6`, the family of the address. `nft` adds this
+/// itself before an address in an inet table.
 pub fn nfproto(address: IpAddr) -> Vec<Expr> {
     let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
     // Both numbers fit into the byte.

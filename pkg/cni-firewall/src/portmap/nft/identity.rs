@@ -134,8 +134,8 @@ fn comment(container_id: &str) -> String {
     shortened(container_id, PLAIN_ID_MAX)
 }
 
-/// Returns the name of the attachment that a rule belongs to, and the function that returns the name
-/// of an attachment in the same form: the tag or, without a tag, only the comment.
+/// Returns the name of the attachment that a rule belongs to, and the function that returns the
+/// name of an attachment in the same form: the tag or, without a tag, only the comment.
 pub(crate) fn owner_name(rule: &Rule) -> (String, fn(&AttachmentId) -> String) {
     match OwnerTag::of(rule) {
         OwnerTag::Alias(alias) => (alias, AttachmentId::alias),
