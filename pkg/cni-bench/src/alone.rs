@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 
 use crate::cases::{FIREWALL, PLAIN, Side, backend, ipam, portmap, tuning};
 use crate::error::{Doing as _, Result};
-use crate::floor::Link;
 use crate::world::{Process, World, feed, run};
 
 /// A plugin as it is measured alone.
@@ -19,8 +18,6 @@ pub(crate) struct Alone {
     conf: fn(Side, &Path) -> Value,
     place: Place,
     pub(crate) sides: &'static [Side],
-    /// The link that [`Side::Kernel`] creates; `None` if it is not a side.
-    pub(crate) link: Option<Link>,
     /// The arguments of `ip link add` for the plugin's kind of link, if some kernels lack that
     /// kind.
     probe: Option<&'static str>,
@@ -38,22 +35,14 @@ enum Place {
     Dhcp,
 }
 
-const WITH_KERNEL: [Side; 3] = [Side::Ours, Side::Theirs, Side::Kernel];
-const FIREWALL_WITH_KERNEL: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
-
 /// Returns a plugin that is the first of a list.
 const fn first_plugin(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
-    Alone { name, conf, place: Place::First, sides: &PLAIN, link: None, probe: None }
+    Alone { name, conf, place: Place::First, sides: &PLAIN, probe: None }
 }
 
 /// Returns a plugin that is called after another one.
 const fn chained_plugin(name: &'static str, conf: fn(Side, &Path) -> Value) -> Alone {
     Alone { place: Place::Chained, ..first_plugin(name, conf) }
-}
-
-/// Returns an interface plugin with host-local that is compared with the kernel alone too.
-const fn plugin_with_kernel(name: &'static str, conf: fn(Side, &Path) -> Value, link: Link) -> Alone {
-    Alone { sides: &WITH_KERNEL, link: Some(link), ..first_plugin(name, conf) }
 }
 
 impl Alone {
@@ -93,21 +82,17 @@ pub(crate) static ALL: &[Alone] = &[
         "static",
         |_, _| json!({"type": "static", "ipam": {"type": "static", "addresses": [{"address": "10.9.0.2/24"}]}}),
     ),
-    plugin_with_kernel("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data)}), Link::Pair),
-    plugin_with_kernel(
+    first_plugin("ptp", |_, data| json!({"type": "ptp", "ipam": ipam(data)})),
+    first_plugin(
         "ptp, ipMasq",
         |side, data| json!({"type": "ptp", "ipMasq": true, "ipMasqBackend": backend(side), "ipam": ipam(data)}),
-        Link::Pair,
     )
-    .with_sides(&FIREWALL_WITH_KERNEL),
-    plugin_with_kernel("macvlan", |_, data| on_master("macvlan", data), Link::Macvlan),
+    .with_sides(&FIREWALL),
+    first_plugin("macvlan", |_, data| on_master("macvlan", data)),
     first_plugin("macvlan without IPAM", |_, _| json!({"type": "macvlan", "master": "eth0", "ipam": {}})),
-    plugin_with_kernel("ipvlan", |_, data| on_master("ipvlan", data), Link::Ipvlan)
-        .on_kernels_with("link eth0 type ipvlan"),
-    plugin_with_kernel("vlan", |_, data| on_master("vlan", data), Link::Vlan)
-        .on_kernels_with("link eth0 type vlan id 5"),
-    plugin_with_kernel("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)}), Link::Dummy)
-        .on_kernels_with("type dummy"),
+    first_plugin("ipvlan", |_, data| on_master("ipvlan", data)).on_kernels_with("link eth0 type ipvlan"),
+    first_plugin("vlan", |_, data| on_master("vlan", data)).on_kernels_with("link eth0 type vlan id 5"),
+    first_plugin("dummy", |_, data| json!({"type": "dummy", "ipam": ipam(data)})).on_kernels_with("type dummy"),
     first_plugin("bond", |_, data| {
         let links = json!([{"name": "dev0"}, {"name": "dev2"}]);
         json!({"type": "bond", "mode": "active-backup", "links": links, "ipam": ipam(data)})

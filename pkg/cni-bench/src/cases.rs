@@ -315,10 +315,7 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
         Before::RulesOfOtherPrograms(count) => write_rules_of_other_programs(side, count)?,
     }
     if side == Side::Kernel {
-        ready.kernel_attacher = Some(match case.plugins {
-            Plugins::Alone(Alone { link: Some(link), .. }) => KernelAttacher::for_link(&data, *link)?,
-            _ => KernelAttacher::for_bridge(&data)?,
-        });
+        ready.kernel_attacher = Some(KernelAttacher::new(&data)?);
     }
     Ok(ready)
 }

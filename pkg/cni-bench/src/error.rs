@@ -6,7 +6,7 @@ use std::fmt::Display;
 #[derive(Debug)]
 pub(crate) struct Error(String);
 
-pub(crate) type Result<T> = std::result::Result<T, Error>;
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
     /// Returns an error with this text.

@@ -1,8 +1,8 @@
 //! Measures what one directory of CNI plugins costs compared with another, and with the kernel
 //! alone.
 //!
-//! `scripts/bench` and the guard in `scripts/test` run it. It runs the plugins as programs and uses
-//! none of their crates. Everything runs in namespaces that it creates and that end with it.
+//! `scripts/bench` and the guard in `scripts/test` run it. It runs the plugins as programs.
+//! Everything runs in namespaces that it creates and that end with it.
 //!
 //! The speed of a machine changes within minutes, so each round runs every side (each of the
 //! compared folders, and the kernel alone) once, and compared values are from the same seconds.
