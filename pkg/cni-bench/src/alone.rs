@@ -61,13 +61,6 @@ impl Alone {
 pub(crate) const HOST_LOCAL: Alone =
     first_plugin("host-local", |_, data| json!({"type": "host-local", "ipam": ipam(data)}));
 
-/// portmap with one mapping.
-pub(crate) const PORTMAP: Alone = chained_plugin("portmap", |side, _| portmap(side, 1)).with_sides(&FIREWALL);
-
-/// The plugin firewall.
-pub(crate) const FIREWALL_PLUGIN: Alone =
-    chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})).with_sides(&FIREWALL);
-
 /// All plugins except bridge, which is measured in chains.
 pub(crate) static ALL: &[Alone] = &[
     first_plugin("loopback", |_, _| json!({"type": "loopback"})),
@@ -114,8 +107,8 @@ pub(crate) static ALL: &[Alone] = &[
         )
     },
     chained_plugin("tuning", |_, _| tuning()),
-    PORTMAP,
-    FIREWALL_PLUGIN,
+    chained_plugin("portmap", |side, _| portmap(side, 1)).with_sides(&FIREWALL),
+    chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})).with_sides(&FIREWALL),
     chained_plugin("bandwidth", |_, _| {
         json!({"type": "bandwidth", "ingressRate": 10_000_000, "ingressBurst": 1_000_000,
                "egressRate": 10_000_000, "egressBurst": 1_000_000})

@@ -3,9 +3,8 @@
 //! Every side of every case has a node, a data folder and containers of its own, so all can use the
 //! same names and addresses.
 
-use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use serde_json::{Value, json};
 
@@ -14,8 +13,6 @@ use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Result};
 use crate::floor::KernelAttacher;
 use crate::full::{FullNode, Maker};
-use crate::options::Extent;
-use crate::rules::{write_rules_of_other_containers, write_rules_of_other_programs};
 use crate::world::{Node, Process, World};
 
 /// One of the compared sides.
@@ -83,16 +80,8 @@ pub(crate) enum Before {
     Nothing,
     /// This number of reservations in host-local's folder.
     Reservations(usize),
-    /// Reservations of all addresses except four. From the last reserved address, host-local has to
-    /// search half of the range before it finds one of the four.
-    AlmostFull,
-    /// The rules that the side's own plugins write for this number of mappings or masqueraded
-    /// addresses of other containers.
-    RulesOfOtherContainers(usize),
     /// Attached containers.
     Attached(FullNode),
-    /// This number of rules of other programs: see [`write_rules_of_other_programs`].
-    RulesOfOtherPrograms(usize),
 }
 
 /// A case to measure.
@@ -111,8 +100,6 @@ pub(crate) const ALONE: &str = "each plugin alone";
 pub(crate) const CHAINS: &str = "chains";
 pub(crate) const AT_ONCE: &str = "at once";
 pub(crate) const RESERVATIONS: &str = "host-local and reservations";
-pub(crate) const MAPPINGS: &str = "portmap and rules";
-pub(crate) const MASQUERADE: &str = "ipMasq and rules";
 pub(crate) const FULL: &str = "full node";
 pub(crate) const START: &str = "start-up";
 
@@ -154,8 +141,13 @@ impl Case {
     }
 }
 
+/// Returns the name of a case with this number of attachments at once.
+pub(crate) fn at_once_name(count: usize, spec: ChainSpec) -> String {
+    format!("{count} of {}", spec.name())
+}
+
 /// Returns all cases, in the order of the report.
-pub(crate) fn all(extent: Extent) -> Vec<Case> {
+pub(crate) fn all() -> Vec<Case> {
     let mut cases = Vec::new();
     for plugin in FIVE {
         cases.push(Case::new(START, format!("VERSION of {plugin}"), Plugins::Version(plugin), &PLAIN));
@@ -181,42 +173,25 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         }
     }
     for spec in [SIMPLE, WHOLE] {
-        for count in extent.sizes(&[1, 8, 32, 64]) {
-            let case = Case::new(AT_ONCE, spec.name(), Plugins::Chain(spec), spec.sides());
+        for count in [1, 8, 32, 64] {
+            let case = Case::new(AT_ONCE, at_once_name(count, spec), Plugins::Chain(spec), spec.sides());
             cases.push(Case { at_once: Some(count), ..case });
         }
     }
-    let reservations_case = |name: String, before| Case {
-        before,
-        ..Case::new(RESERVATIONS, name, Plugins::Alone(&alone::HOST_LOCAL), &PLAIN)
-    };
-    for count in extent.sizes(&[0, 1000, 10_000, 60_000]) {
-        cases.push(reservations_case(format!("{} reservations", grouped(count)), Before::Reservations(count)));
+    for count in [0, 1000, 10_000, 60_000] {
+        let case = Case::new(RESERVATIONS, format!("{count} reservations"), Plugins::Alone(&alone::HOST_LOCAL), &PLAIN);
+        cases.push(Case { before: Before::Reservations(count), ..case });
     }
-    cases.push(reservations_case("4 of 4,093 addresses free".to_owned(), Before::AlmostFull));
-    for (group, plugins, what) in [
-        (MAPPINGS, Plugins::Alone(&alone::PORTMAP), "mappings"),
-        (MASQUERADE, Plugins::Chain(ChainSpec { masquerade: true, ..SIMPLE }), "masqueraded addresses"),
-    ] {
-        let rules_case = |name: String, before| Case { before, ..Case::new(group, name, plugins, &FIREWALL) };
-        for count in extent.sizes(&[0, 100, 1000, 5000]) {
-            cases.push(rules_case(format!("{} {what}", grouped(count)), Before::RulesOfOtherContainers(count)));
-        }
-        for count in extent.sizes(&[100, 1000, 5000]) {
-            cases.push(rules_case(format!("{} foreign rules", grouped(count)), Before::RulesOfOtherPrograms(count)));
-        }
-    }
-    // The other plugins need half a second for a container.
-    let (many, few) = (extent.full_node(), extent.full_node() / 6);
     let with_masquerade = ChainSpec { masquerade: true, ..SIMPLE };
     let on_own_node: (&[&str], &[ChainSpec]) =
         (&["portmap", "firewall", "bandwidth", "tuning"], &[with_masquerade, WHOLE]);
     for (made_by, containers, name, sides, (plugins, chains)) in [
-        (Maker::Same, many, "the same plugins", &FIREWALL[..2], on_own_node),
-        (Maker::Theirs, few, "theirs", &FIREWALL[..], (&["portmap", "firewall"], &[WHOLE])),
+        (Maker::Same, 600, "the same plugins", &FIREWALL[..2], on_own_node),
+        // The other plugins need half a second for a container.
+        (Maker::Theirs, 100, "theirs", &FIREWALL[..], (&["portmap", "firewall"], &[WHOLE])),
     ] {
         let full = FullNode { made_by, containers, ports: 5 };
-        let on = format!("{} containers made by {name}", grouped(containers));
+        let on = format!("{containers} containers made by {name}");
         for plugin in alone::ALL.iter().filter(|plugin| plugins.contains(&plugin.name)) {
             let sides: Vec<Side> = sides.iter().copied().filter(|side| plugin.sides.contains(side)).collect();
             cases.push(full.case(format!("{}, {on}", plugin.name), Plugins::Alone(plugin), &sides));
@@ -227,19 +202,6 @@ pub(crate) fn all(extent: Extent) -> Vec<Case> {
         }
     }
     cases
-}
-
-/// Formats a number with commas: 60000 as `60,000`.
-pub(crate) fn grouped(number: usize) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (position, digit) in digits.chars().enumerate() {
-        if position > 0 && (digits.len() - position).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 /// A side that is prepared for a case.
@@ -301,18 +263,8 @@ pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side)
     let mut ready = Ready { side, node, plugins, chain, containers, kernel_attacher: None, _servers: servers };
     match case.before {
         Before::Nothing => {}
-        Before::Reservations(count) => reserve(&data, 2..2 + count)?,
-        Before::AlmostFull => {
-            // Containers can have the hosts 2 to 4094 of the /20: host 1 is the gateway. Hosts 2 to
-            // 5 stay free.
-            ready.chain.plugins[0]["ipam"]["ranges"] = json!([[{"subnet": "10.1.0.0/20"}]]);
-            reserve(&data, 6..4095)?;
-            // The search begins in the middle of the range.
-            set_last_reserved(&data, 2050)?;
-        }
+        Before::Reservations(count) => reserve(&data, count)?,
         Before::Attached(full) => full.attach(world, folders, side)?,
-        Before::RulesOfOtherContainers(count) => write_rules_of_other_containers(world, &ready, count)?,
-        Before::RulesOfOtherPrograms(count) => write_rules_of_other_programs(side, count)?,
     }
     if side == Side::Kernel {
         ready.kernel_attacher = Some(KernelAttacher::new(&data)?);
@@ -343,13 +295,10 @@ pub(crate) fn tuning() -> Value {
     json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500", "net.ipv4.conf.all.arp_filter": "1"}, "mtu": 1400})
 }
 
-/// The host port of portmap's first mapping. The others follow it.
-pub(crate) const FIRST_HOST_PORT: usize = 8080;
-
 /// Returns a configuration of portmap with `count` mappings.
 pub(crate) fn portmap(side: Side, count: usize) -> Value {
     let mappings: Vec<Value> = (0..count)
-        .map(|index| json!({"hostPort": FIRST_HOST_PORT + index, "containerPort": 80 + index, "protocol": "tcp"}))
+        .map(|index| json!({"hostPort": 8080 + index, "containerPort": 80 + index, "protocol": "tcp"}))
         .collect();
     let mut conf = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
     set_backend(&mut conf, "backend", side);
@@ -390,28 +339,19 @@ fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Ve
     list
 }
 
-/// Returns the address with this host part in 10.1.0.0/16.
-fn address_of(host: usize) -> String {
-    format!("10.1.{}.{}", host / 256, host % 256)
-}
-
-/// Writes reservations of these hosts of 10.1.0.0/16 in the format of every host-local release. The
-/// last one becomes the last reserved address.
-fn reserve(data: &Path, hosts: Range<usize>) -> Result<()> {
+/// Writes reservations of `count` addresses of 10.1.0.0/16 in the format of every host-local
+/// release. The first one is 10.1.0.2, after the gateway's. The last one becomes the last reserved
+/// address.
+fn reserve(data: &Path, count: usize) -> Result<()> {
     let folder = data.join("benchnet");
-    fs::create_dir(&folder).doing(format_args!("failed to make {}", folder.display()))?;
-    for host in hosts.clone() {
-        let path = folder.join(address_of(host));
-        fs::write(&path, format!("other-{host}\r\neth0")).doing(format_args!("failed to write {}", path.display()))?;
-    }
-    match hosts.last() {
-        Some(last) => set_last_reserved(data, last),
-        None => Ok(()),
-    }
-}
-
-/// Stores `host` as the last reserved address, after which host-local's next search begins.
-fn set_last_reserved(data: &Path, host: usize) -> Result<()> {
-    let path = data.join("benchnet/last_reserved_ip.0");
-    fs::write(&path, address_of(host)).doing(format_args!("failed to write {}", path.display()))
+    let write = || -> io::Result<()> {
+        fs::create_dir(&folder)?;
+        for host in 2..2 + count {
+            let address = format!("10.1.{}.{}", host / 256, host % 256);
+            fs::write(folder.join(&address), format!("other-{host}\r\neth0"))?;
+            fs::write(folder.join("last_reserved_ip.0"), address)?;
+        }
+        Ok(())
+    };
+    write().doing(format_args!("failed to reserve addresses in {}", folder.display()))
 }

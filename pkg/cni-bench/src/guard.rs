@@ -222,7 +222,7 @@ fn on_empty_node<'c>(counted: &'c [(String, Counts)], what: &str) -> Option<&'c 
 
 /// Returns the line of an operation, with the counts of netlink if it is one on a full node.
 fn line(what: &str, counts: &Counts, on_empty_node: Option<&Counts>) -> Line {
-    let mut columns = vec![Some(counts.own_syscalls), Some(counts.programs), Some(counts.own_threads)];
+    let mut columns = vec![Some(counts.syscalls), Some(counts.programs), Some(counts.threads)];
     if let Some(on_empty) = on_empty_node {
         columns.push(Some(counts.requests).filter(|requests| *requests > on_empty.requests));
         columns.push(Some(counts.received).filter(|received| *received > RECEIVED_MAX));
@@ -280,7 +280,7 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side, all: &mut Ve
             continue;
         }
         for (verb, counts) in counted {
-            if counts.own_syscalls == 0 {
+            if counts.syscalls == 0 {
                 return Err(Error::new(format!("the tracer counted no system call of {verb}")));
             }
             let what = format!("{} {verb}, {}", case.name, side.label());
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn a_full_node_must_stay_as_cheap_as_the_empty_one() {
-        let counts = |requests, received| Counts { own_syscalls: 9, requests, received, ..Counts::default() };
+        let counts = |requests, received| Counts { syscalls: 9, requests, received, ..Counts::default() };
         let what = "portmap, full node ADD, ours";
         let counted = [("portmap ADD, ours".to_owned(), counts(7, 900))];
         let full_line = |full: Counts| super::line(what, &full, on_empty_node(&counted, what));

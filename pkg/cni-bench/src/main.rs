@@ -19,7 +19,6 @@ mod guard;
 mod measure;
 mod options;
 mod report;
-mod rules;
 mod stats;
 mod targets;
 mod trace;
@@ -30,20 +29,14 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 
-use options::{Job, Options};
+use options::Job;
 
 /// Runs the job that the arguments ask for. Exits with 1 after an error, if a case could not be
 /// measured or, in the guard, if the counts do not match the table.
 fn main() -> ExitCode {
-    // Before anything else, because `trace::run` starts this program a second time, without
-    // arguments, only to be traced and to exec the plugin.
-    let outcome = match trace::become_tracee() {
-        Some(error) => Err(error),
-        None => match Options::parse() {
-            Options { job: Some(Job::Guard(options)), .. } => guard::run(&options),
-            Options { bench: Some(options), .. } => measure::all(&options),
-            Options { job: None, bench: None } => Err(error::Error::new("--ours, --theirs and --out are expected")),
-        },
+    let outcome = match Job::parse() {
+        Job::Measure(options) => measure::all(&options),
+        Job::Guard(options) => guard::run(&options),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::burst;
@@ -10,7 +11,7 @@ use crate::call::{Call, Cost};
 use crate::cases::{self, Case, Folders, Plugins, Ready, SIMPLE, Side};
 use crate::chain::Attachment;
 use crate::error::{Doing as _, Error, Result};
-use crate::options::{Bench, Rounds};
+use crate::options::Measure;
 use crate::report;
 use crate::stats::Samples;
 use crate::trace::{self, Counts};
@@ -24,29 +25,38 @@ const VERBS: [&str; 7] = ["VERSION", "ADD", "CHECK", "DEL", "RTM_DELLINK", "STAT
 /// in time on a slow machine too.
 const LATE: Duration = Duration::from_secs(600);
 
+/// The largest number of rounds of a case.
+const MAX_ROUNDS: usize = 300;
+
+/// How long a case is measured: for at least `min` rounds, and then until `time` has passed or
+/// [`MAX_ROUNDS`] are done.
+#[derive(Clone, Copy, Debug)]
+struct Rounds {
+    min: usize,
+    time: Duration,
+}
+
 /// The measurements of one verb of one side in one case.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) group: &'static str,
     pub(crate) case: String,
-    /// The number of attachments that are made at once. One round of such a case is one crowd.
-    pub(crate) at_once: Option<usize>,
     pub(crate) side: Side,
     pub(crate) verb: &'static str,
     /// The wall time of each call, in milliseconds; of attachments at once, the time from the
     /// common start to the end of each.
     pub(crate) wall: Samples,
     /// The user and system time of each call, in milliseconds; of attachments at once, that per
-    /// attachment, once for each crowd.
+    /// attachment, once for each round.
     pub(crate) cpu: Samples,
-    /// Attachments per second, once for each crowd.
+    /// Attachments per second, once for each round of attachments at once.
     pub(crate) per_second: Samples,
     /// System calls and the like, if they were counted.
     pub(crate) counts: Option<Counts>,
 }
 
 /// The sizes of one plugin's binaries, in bytes.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(crate) struct Size {
     pub(crate) plugin: &'static str,
     pub(crate) ours: u64,
@@ -59,10 +69,8 @@ pub(crate) struct Size {
 pub(crate) struct Results {
     pub(crate) rows: Vec<Row>,
     pub(crate) sizes: Vec<Size>,
-    /// Cases that could not be measured, and why.
-    pub(crate) failures: Vec<String>,
-    /// Cases that this machine cannot run, each with the reason.
-    pub(crate) skipped: Vec<(String, &'static str)>,
+    /// Cases that could not be measured or that this machine cannot run, each with the reason.
+    pub(crate) not_measured: Vec<String>,
     /// The machine, the versions and the run, as pairs of name and value.
     pub(crate) machine: Vec<(String, String)>,
 }
@@ -72,45 +80,17 @@ impl Results {
     pub(crate) fn row(&self, group: &str, case: &str, side: Side, verb: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.group == group && row.case == case && row.side == side && row.verb == verb)
     }
-
-    /// Returns the measurements of a verb of a crowd of `count`; `None` if it was not measured.
-    pub(crate) fn crowd(&self, case: &str, count: usize, side: Side, verb: &str) -> Option<&Row> {
-        let mut rows = self.crowds();
-        rows.find(|row| row.case == case && row.at_once == Some(count) && row.side == side && row.verb == verb)
-    }
-
-    /// Returns the measurements of attachments that were made at once.
-    pub(crate) fn crowds(&self) -> impl Iterator<Item = &Row> {
-        self.rows.iter().filter(|row| row.at_once.is_some())
-    }
-
-    /// Returns the row of a verb of a case, to add measurements. Creates the row if it is missing.
-    fn row_mut(&mut self, case: &Case, side: Side, verb: &'static str) -> &mut Row {
-        let (wall, cpu, per_second) = (Samples::default(), Samples::default(), Samples::default());
-        let (group, name, at_once) = (case.group, case.name.clone(), case.at_once);
-        let new = Row { group, case: name, at_once, side, verb, wall, cpu, per_second, counts: None };
-        let is_same = |row: &Row| row.case_key() == new.case_key() && (row.side, row.verb) == (side, verb);
-        let position = self.rows.iter().position(is_same).unwrap_or(self.rows.len());
-        if position == self.rows.len() {
-            self.rows.push(new);
-        }
-        &mut self.rows[position]
-    }
-
-    /// Sorts the rows of each case by verb, then by side, and keeps the order of the cases.
-    fn sort(&mut self) {
-        let verb_position = |verb: &str| VERBS.iter().position(|known| *known == verb);
-        let cases: Vec<String> = self.rows.iter().map(Row::case_key).collect();
-        let case_position = |row: &Row| cases.iter().position(|case| *case == row.case_key());
-        self.rows.sort_by_key(|row| (case_position(row), verb_position(row.verb), row.side));
-    }
 }
 
-impl Row {
-    /// Returns a text that only the rows of the same case have.
-    fn case_key(&self) -> String {
-        format!("{} {} {:?}", self.group, self.case, self.at_once)
+/// Returns the row of a side and verb of `case` in `rows`, to add measurements. Creates the row if
+/// it is missing.
+fn row_mut<'r>(rows: &'r mut Vec<Row>, case: &Case, side: Side, verb: &'static str) -> &'r mut Row {
+    let position = rows.iter().position(|row| (row.side, row.verb) == (side, verb)).unwrap_or(rows.len());
+    if position == rows.len() {
+        let (wall, cpu, per_second) = (Samples::default(), Samples::default(), Samples::default());
+        rows.push(Row { group: case.group, case: case.name.clone(), side, verb, wall, cpu, per_second, counts: None });
     }
+    &mut rows[position]
 }
 
 /// Returns the sizes of all plugins. Fails if our folder lacks a plugin, or if the compared folder
@@ -133,18 +113,15 @@ fn sizes(folders: &Folders) -> Result<Vec<Size>> {
 
 /// Measures all selected cases and writes the report. Returns `false` if a case failed. Cases that
 /// this machine cannot run are skipped, which is not a failure.
-pub(crate) fn all(options: &Bench) -> Result<bool> {
+pub(crate) fn all(options: &Measure) -> Result<bool> {
     let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
     std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
-    let machine = report::machine(&folders, options.extent());
-    let mut results = Results { machine, sizes: sizes(&folders)?, ..Results::default() };
+    let mut results = Results { machine: report::machine(&folders), sizes: sizes(&folders)?, ..Results::default() };
     let world = World::new()?;
     let begin = Instant::now();
-    for case in cases::all(options.extent()) {
-        let name = match case.at_once {
-            Some(count) => format!("{}: {} ({count})", case.group, case.name),
-            None => format!("{}: {}", case.group, case.name),
-        };
+    let mut is_complete = true;
+    for case in cases::all() {
+        let name = format!("{}: {}", case.group, case.name);
         let is_selected = options.only.is_empty() || options.only.iter().any(|part| name.contains(part.as_str()));
         if !is_selected {
             continue;
@@ -154,24 +131,28 @@ pub(crate) fn all(options: &Bench) -> Result<bool> {
             && let Some(obstacle) = plugin.obstacle(&world)?
         {
             report::progress(&format!("        {obstacle}"));
-            results.skipped.push((case.name, obstacle));
+            results.not_measured.push(format!("{}, since {obstacle}", case.name));
             continue;
         }
-        let rounds = if begin.elapsed() > LATE {
-            Rounds { min: 1, max: 20, time: Duration::from_secs(1) }
-        } else {
-            options.extent().rounds()
+        let rounds = match case.group {
+            _ if begin.elapsed() > LATE => Rounds { min: 1, time: Duration::from_secs(1) },
+            cases::CHAINS | cases::ALONE => Rounds { min: 12, time: Duration::from_millis(8500) },
+            // Fewer are enough, because these calls vary little.
+            _ => Rounds { min: 4, time: Duration::from_millis(8500) },
         };
-        if let Err(error) = measure_case(&world, &folders, &case, rounds, &mut results) {
-            report::progress(&format!("        {error}"));
-            results.failures.push(format!("{name}: {error}"));
+        match measure_case(&world, &folders, &case, rounds) {
+            Ok(rows) => results.rows.extend(rows),
+            Err(error) => {
+                is_complete = false;
+                report::progress(&format!("        {error}"));
+                results.not_measured.push(format!("{name}: {error}"));
+            }
         }
     }
-    results.sort();
     results.machine.push(("The run took".to_owned(), format!("{:.0} s", begin.elapsed().as_secs_f64())));
     results.machine.push(("Load at the end".to_owned(), report::load()));
     report::write(&results, &options.out)?;
-    Ok(results.failures.is_empty())
+    Ok(is_complete)
 }
 
 /// Returns the verbs to measure for a case: VERSION alone for a start-up case, otherwise ADD, CHECK
@@ -187,9 +168,10 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
     }
 }
 
-/// Measures one case for all its sides and adds the measurements to `results`. Then, unless the
-/// case makes attachments at once, counts the system calls of the plugins in one more round.
-fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, results: &mut Results) -> Result<()> {
+/// Measures one case for all its sides, and returns its rows, sorted by verb, then by side. Unless
+/// the case makes attachments at once, also counts the system calls of the plugins in one more
+/// round.
+fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds) -> Result<Vec<Row>> {
     let mut sides = Vec::new();
     for side in case.sides.iter().filter(|side| **side != Side::Theirs || case.plugins.is_in(&folders.theirs)) {
         let ready =
@@ -203,24 +185,22 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
         ready.node.enter()?;
         ready.with_interface(|| measure_verbs(world, ready, case, 0)).doing(round_label(ready, 0))?;
     }
-    // Fewer rounds are enough in the other groups, because their calls vary little.
-    let needs_all_rounds = case.group == cases::CHAINS || case.group == cases::ALONE;
-    let min = if needs_all_rounds { rounds.min } else { rounds.min.div_ceil(3) };
+    let mut rows = Vec::new();
     let begin = Instant::now();
     for round in 1.. {
         let measured_rounds = round - 1;
-        if measured_rounds >= rounds.max || (measured_rounds >= min && begin.elapsed() >= rounds.time) {
+        if measured_rounds >= MAX_ROUNDS || (measured_rounds >= rounds.min && begin.elapsed() >= rounds.time) {
             break;
         }
         for ready in order_of_round(&sides, round) {
             ready.node.enter()?;
             let label = round_label(ready, round);
             if let Some(count) = case.at_once {
-                measure_crowd(world, ready, (case, count), round, results).doing(label)?;
+                measure_crowd(world, ready, (case, count), round, &mut rows).doing(label)?;
                 continue;
             }
             for (verb, cost) in ready.with_interface(|| measure_verbs(world, ready, case, round)).doing(label)? {
-                let row = results.row_mut(case, ready.side, verb);
+                let row = row_mut(&mut rows, case, ready.side, verb);
                 row.wall.push(cost.wall);
                 row.cpu.push(cost.cpu);
             }
@@ -231,11 +211,12 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds, r
             ready.node.enter()?;
             // No measured round has this number, so the container ID is new.
             for (verb, counts) in ready.with_interface(|| count_verbs(world, ready, case, usize::MAX))? {
-                results.row_mut(case, ready.side, verb).counts = Some(counts);
+                row_mut(&mut rows, case, ready.side, verb).counts = Some(counts);
             }
         }
     }
-    Ok(())
+    rows.sort_by_key(|row| (VERBS.iter().position(|verb| *verb == row.verb), row.side));
+    Ok(rows)
 }
 
 /// Names a round of a side in an error.
@@ -313,13 +294,13 @@ fn run_verbs<T: Default>(
 }
 
 /// Runs ADD and then DEL for the case's `count` attachments at once, and adds the measurements to
-/// `results`. Fails if a call fails.
+/// `rows`. Fails if a call fails.
 fn measure_crowd(
     world: &World,
     ready: &Ready,
     (case, count): (&Case, usize),
     round: usize,
-    results: &mut Results,
+    rows: &mut Vec<Row>,
 ) -> Result<()> {
     let mut added = Vec::new();
     for verb in ["ADD", "DEL"] {
@@ -327,7 +308,7 @@ fn measure_crowd(
         if crowd.latencies.len() != count {
             return Err(Error::new(format!("only {} of {count} attachments ended", crowd.latencies.len())));
         }
-        let row = results.row_mut(case, ready.side, verb);
+        let row = row_mut(rows, case, ready.side, verb);
         row.per_second.push(count as f64 / crowd.wall * 1e3);
         row.cpu.push(crowd.cpu / count as f64);
         crowd.latencies.iter().for_each(|latency| row.wall.push(*latency));

@@ -7,12 +7,11 @@ use std::fs;
 use std::io::Write as _;
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::cases::{ALONE, AT_ONCE, CHAINS, FULL, Folders, MAPPINGS, MASQUERADE, RESERVATIONS, START, Side};
+use crate::cases::{ALONE, AT_ONCE, CHAINS, FULL, Folders, RESERVATIONS, START, Side};
 use crate::error::{Doing as _, Result};
 use crate::measure::{Results, Row};
-use crate::options::Extent;
 use crate::targets::{self, short};
 use crate::world::run;
 
@@ -20,7 +19,7 @@ use crate::world::run;
 const BEGIN: &str = "<!-- begin: written by scripts/bench -->";
 const END: &str = "<!-- end: written by scripts/bench -->";
 
-const GROUPS: [&str; 7] = [START, ALONE, CHAINS, RESERVATIONS, MAPPINGS, MASQUERADE, FULL];
+const GROUPS: [&str; 6] = [START, ALONE, CHAINS, RESERVATIONS, FULL, AT_ONCE];
 const SIDES: [Side; 4] = [Side::Ours, Side::OursNft, Side::Theirs, Side::Kernel];
 
 /// Writes a progress line to standard error.
@@ -40,7 +39,7 @@ pub(crate) fn load() -> String {
 }
 
 /// Returns the description of the machine, the versions and the run, as pairs of name and value.
-pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)> {
+pub(crate) fn machine(folders: &Folders) -> Vec<(String, String)> {
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
         let value = cpu.lines().find(|line| line.starts_with(name)).and_then(|line| line.split(": ").nth(1));
@@ -66,10 +65,6 @@ pub(crate) fn machine(folders: &Folders, extent: Extent) -> Vec<(String, String)
         ("iptables".to_owned(), output(&["iptables", "--version"])),
         ("Ours".to_owned(), ours),
         ("Theirs".to_owned(), format!("{}{package}", folders.theirs.display())),
-        (
-            "Extent".to_owned(),
-            if extent == Extent::Quick { "--quick: figures that mean little" } else { "full" }.to_owned(),
-        ),
         ("Date".to_owned(), output(&["date", "-u", "+%Y-%m-%d %H:%M UTC"])),
         ("Load at the start".to_owned(), load()),
     ]
@@ -127,20 +122,11 @@ fn markdown(results: &Results) -> String {
     text.push('\n');
     text.push_str(&targets_table(results));
     for group in GROUPS {
-        let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
-        if !rows.is_empty() {
-            text.push_str(&group_table(results, group, &rows));
-        }
-    }
-    if results.crowds().next().is_some() {
-        text.push_str(&crowd_table(results));
+        text.push_str(&group_table(results, group));
     }
     text.push_str(&size_table(results));
-    for failure in &results.failures {
-        text.push_str(&format!("- Not measured: {failure}\n"));
-    }
-    for (name, why) in &results.skipped {
-        text.push_str(&format!("- Not measured: {name}, since {why}\n"));
+    for reason in &results.not_measured {
+        text.push_str(&format!("- Not measured: {reason}\n"));
     }
     text
 }
@@ -163,47 +149,28 @@ fn number_or_dash(value: Option<f64>) -> String {
     value.filter(|value| value.is_finite()).map_or("-".to_owned(), short)
 }
 
-/// Returns the table of a group with the median wall times: one line for each case and verb, a
-/// column for each side.
-fn group_table(results: &Results, group: &str, rows: &[&Row]) -> String {
-    let mut lines: Vec<Vec<String>> = Vec::new();
-    let mut done: Vec<(&str, &str)> = Vec::new();
-    for row in rows {
-        if done.contains(&(row.case.as_str(), row.verb)) {
-            continue;
-        }
-        done.push((&row.case, row.verb));
-        let median = |side: Side| results.row(group, &row.case, side, row.verb).map(|row| row.wall.median());
+/// Returns the table of a group: one line for each case and verb, a column for each side with the
+/// median wall time or, of attachments at once, with the median number per second. Returns an empty
+/// text if nothing was measured.
+fn group_table(results: &Results, group: &str) -> String {
+    let (unit, figure): (&str, fn(&Row) -> f64) = match group {
+        AT_ONCE => ("median attachments per second", |row| row.per_second.median()),
+        _ => ("median wall time, ms", |row| row.wall.median()),
+    };
+    let rows: Vec<&Row> = results.rows.iter().filter(|row| row.group == group).collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let lines = rows.chunk_by(|one, other| (&one.case, one.verb) == (&other.case, other.verb)).map(|of_verb| {
+        let median = |side: Side| of_verb.iter().find(|row| row.side == side).map(|row| figure(row));
         let ratio = |side: Side| Some(median(side)? / median(Side::Theirs)?);
-        let mut line = vec![row.case.clone(), row.verb.to_owned()];
+        let mut line = vec![of_verb[0].case.clone(), of_verb[0].verb.to_owned()];
         line.extend(SIDES.iter().map(|side| number_or_dash(median(*side))));
         line.extend([number_or_dash(ratio(Side::Ours)), number_or_dash(ratio(Side::OursNft))]);
-        lines.push(line);
-    }
+        line
+    });
     let head = "case | verb | ours | ours, nftables | theirs | kernel alone | ours/theirs | nftables/theirs";
-    table(&format!("{} (median wall time, ms)", capital(group)), head, lines)
-}
-
-/// Returns the table of the attachments made at once.
-fn crowd_table(results: &Results) -> String {
-    let cells = |row: &Row| {
-        let count = row.at_once.unwrap_or_default();
-        let theirs = results.crowd(&row.case, count, Side::Theirs, row.verb).filter(|_| row.side != Side::Theirs);
-        vec![
-            format!("{count} of {}", row.case),
-            row.verb.to_owned(),
-            row.side.label().to_owned(),
-            short(row.per_second.median()),
-            short(row.wall.median()),
-            short(row.wall.p99()),
-            short(row.cpu.median()),
-            number_or_dash(theirs.map(|theirs| row.per_second.median() / theirs.per_second.median())),
-            row.per_second.len().to_string(),
-        ]
-    };
-    let title = format!("{} (each from the common start to its end, ms; CPU per attachment, ms)", capital(AT_ONCE));
-    let head = "case | verb | side | per second | median | p99 | CPU | times theirs | crowds";
-    table(&title, head, results.crowds().map(cells))
+    table(&format!("{} ({unit})", capital(group)), head, lines)
 }
 
 /// Returns the table of the binaries' sizes, with the sum of the plugins that both folders have.
@@ -228,44 +195,18 @@ fn capital(text: &str) -> String {
     letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
 }
 
-/// Returns all results as JSON: `operations` has the rows, `at_once` the crowds, and `lacking` the
-/// cases that this machine cannot run.
+/// Returns all results as JSON.
 fn as_json(results: &Results) -> Value {
-    let rounded = |value: f64| (value * 1e3).round() / 1e3;
-    let machine: serde_json::Map<String, Value> =
+    let machine: Map<String, Value> =
         results.machine.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect();
-    let rows = results.rows.iter().filter(|row| row.at_once.is_none()).map(|row| {
+    let rows = results.rows.iter().map(|row| {
         json!({
-            "group": row.group, "case": row.case, "side": row.side.label(), "verb": row.verb, "n": row.wall.len(),
-            "wall_ms": {"median": rounded(row.wall.median()), "p99": rounded(row.wall.p99())},
-            "cpu_ms": {"median": rounded(row.cpu.median()), "p99": rounded(row.cpu.p99())},
-            "counts": row.counts.as_ref().map(|counts| json!({
-                "syscalls": counts.syscalls, "own_syscalls": counts.own_syscalls, "programs": counts.programs,
-                "threads": counts.threads, "peak_kib": counts.peak,
-                "netlink_requests": counts.requests, "netlink_bytes_received": counts.received,
-            })),
+            "group": row.group, "case": row.case, "side": row.side.label(), "verb": row.verb, "counts": row.counts,
+            "wall_ms": row.wall.figures(), "cpu_ms": row.cpu.figures(), "per_second": row.per_second.figures(),
         })
     });
-    let crowds = results.crowds().map(|row| {
-        json!({
-            "case": row.case, "count": row.at_once, "side": row.side.label(), "verb": row.verb,
-            "crowds": row.per_second.len(), "per_second": rounded(row.per_second.median()),
-            "latency_ms": {"median": rounded(row.wall.median()), "p99": rounded(row.wall.p99())},
-            "cpu_ms_each": rounded(row.cpu.median()),
-        })
-    });
-    let sizes =
-        results.sizes.iter().map(|size| json!({"plugin": size.plugin, "ours": size.ours, "theirs": size.theirs}));
-    let targets = targets::all(results).into_iter().map(
-        |target| json!({"what": target.what, "target": target.bound, "reached": target.reached, "kept": target.kept}),
-    );
     json!({
-        "machine": machine,
-        "targets": targets.collect::<Value>(),
-        "operations": rows.collect::<Value>(),
-        "at_once": crowds.collect::<Value>(),
-        "sizes": sizes.collect::<Value>(),
-        "failures": results.failures,
-        "lacking": results.skipped.iter().map(|(name, why)| format!("{name}: {why}")).collect::<Value>(),
+        "machine": machine, "targets": targets::all(results), "operations": rows.collect::<Value>(),
+        "sizes": results.sizes, "not_measured": results.not_measured,
     })
 }

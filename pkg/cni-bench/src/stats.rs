@@ -1,5 +1,7 @@
 //! Medians and percentiles.
 
+use serde_json::{Value, json};
+
 /// Measured values of one kind.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Samples(Vec<f64>);
@@ -8,11 +10,6 @@ impl Samples {
     /// Adds a value.
     pub(crate) fn push(&mut self, value: f64) {
         self.0.push(value);
-    }
-
-    /// Returns the number of values.
-    pub(crate) fn len(&self) -> usize {
-        self.0.len()
     }
 
     /// Returns the median, or NaN without values.
@@ -25,9 +22,15 @@ impl Samples {
         }
     }
 
+    /// Returns the number of values, their median and their 99th percentile as JSON.
+    pub(crate) fn figures(&self) -> Value {
+        let rounded = |value: f64| (value * 1e3).round() / 1e3;
+        json!({"n": self.0.len(), "median": rounded(self.median()), "p99": rounded(self.p99())})
+    }
+
     /// Returns the 99th percentile by nearest rank, which is the maximum of fewer than 100 values.
     /// Returns NaN without values.
-    pub(crate) fn p99(&self) -> f64 {
+    fn p99(&self) -> f64 {
         let sorted = self.sorted();
         let rank = (sorted.len() * 99).div_ceil(100);
         sorted.get(rank.saturating_sub(1)).copied().unwrap_or(f64::NAN)

@@ -6,44 +6,44 @@
 //! memory before the exec.
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
-use std::os::unix::process::CommandExt as _;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
 use std::path::Path;
-use std::process::Command;
 
 use nix::libc;
 use nix::sys::ptrace;
-use nix::sys::signal::{Signal, raise};
+use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, mkfifo};
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::call::{Call, Streams};
 use crate::error::{Doing as _, Error, Result};
 
-/// The environment variable that makes this program stop for its tracer and then exec the program
-/// that the variable names.
-const TRACEE: &str = "CNI_BENCH_TRACEE";
+/// The script of a shell that reads a line from the file `$1` and then becomes the program `$0`, in
+/// the environment that the shell was given.
+const HOLDER: &str = "read -r go <\"$1\" && unset PWD && exec \"$0\"";
 
 /// What one run did.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Counts {
-    /// System calls of all processes and threads of the plugin, after the exec of the plugin.
+    /// The system calls of programs in the plugin's own folder, after the exec of the plugin.
     pub(crate) syscalls: usize,
     /// Programs that the plugin started.
     pub(crate) programs: usize,
-    /// Threads that the plugin started, in all its processes.
+    /// The threads that programs in the plugin's own folder start.
     pub(crate) threads: usize,
     /// The memory of the largest process, in KiB.
+    #[serde(rename = "peak_kib")]
     pub(crate) peak: usize,
-    /// The part of `syscalls` that programs in the plugin's own folder make.
-    pub(crate) own_syscalls: usize,
-    /// The part of `threads` that programs in the plugin's own folder start.
-    pub(crate) own_threads: usize,
     /// The datagrams that programs in the plugin's own folder send over netlink. A transaction of
     /// nf_tables is one.
+    #[serde(rename = "netlink_requests")]
     pub(crate) requests: usize,
     /// The bytes that programs in the plugin's own folder receive over netlink.
+    #[serde(rename = "netlink_bytes_received")]
     pub(crate) received: usize,
 }
 
@@ -62,14 +62,12 @@ impl Counts {
 
     /// Replaces each count by its combination with the same count of `other`.
     fn combine(&mut self, other: &Counts, combine: fn(usize, usize) -> usize) {
-        let Counts { syscalls, programs, threads, peak, own_syscalls, own_threads, requests, received } = self;
+        let Counts { syscalls, programs, threads, peak, requests, received } = self;
         for (own, other) in [
             (syscalls, other.syscalls),
             (programs, other.programs),
             (threads, other.threads),
             (peak, other.peak),
-            (own_syscalls, other.own_syscalls),
-            (own_threads, other.own_threads),
             (requests, other.requests),
             (received, other.received),
         ] {
@@ -78,40 +76,32 @@ impl Counts {
     }
 }
 
-/// In a process that [`run`] started, waits for the tracer and execs the program to trace; returns
-/// only if that fails, with the error. Returns `None` in every other process.
-pub(crate) fn become_tracee() -> Option<Error> {
-    let program = std::env::var_os(TRACEE)?;
-    let traced = ptrace::traceme().and_then(|()| raise(Signal::SIGSTOP));
-    let error = match traced {
-        Ok(()) => Command::new(&program).env_remove(TRACEE).exec().to_string(),
-        Err(errno) => errno.to_string(),
-    };
-    Some(Error::new(format!("failed to run {}: {error}", program.display())))
-}
-
 /// Runs a plugin, and returns its result and counts. Fails if the plugin fails.
 pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
     let mut streams = Streams::new(scratch, 0, &call.conf)?;
-    // `/proc/self/exe` works even if a build has replaced this program's file.
-    let mut command = call.command(Path::new("/proc/self/exe"), &streams)?;
-    command.env(TRACEE, &call.program);
-    let child = command.spawn().doing(format_args!("failed to run {call}"))?;
-    let id = child.id();
+    let path = scratch.join("begin");
+    let mut command = call.command(Path::new("/bin/sh"), &streams)?;
+    command.args(["-c", HOLDER]).arg(&call.program).arg(&path);
+    let mut begin = || -> io::Result<(u32, File)> {
+        mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR)?;
+        // Also open for reading, because opening it only for writing would wait for the shell.
+        let fifo = File::options().read(true).write(true).open(&path)?;
+        Ok((command.spawn()?.id(), fifo))
+    };
+    let (id, fifo) = begin().doing(format_args!("failed to run {call}"))?;
     let root = Pid::from_raw(i32::try_from(id).doing(format_args!("invalid process ID {id} of {call}"))?);
     let folder = call.program.parent().unwrap_or(Path::new("/"));
-    let (succeeded, counts) = follow(root, folder).doing(format_args!("failed to trace {call}"))?;
+    let traced = follow(root, folder, fifo).doing(format_args!("failed to trace {call}"));
+    fs::remove_file(&path).doing(format_args!("failed to remove {}", path.display()))?;
+    let (succeeded, counts) = traced?;
     Ok((streams.outcome(call, succeeded)?, counts))
 }
 
-/// Traces the process `root` and all its children to their end. Returns whether `root` succeeded,
-/// and the counts; programs in `folder` are the plugin's own.
-fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
+/// Traces the process `root`, a shell that waits for a line from `fifo`, and all its children to
+/// their end. Returns whether `root` succeeded, and the counts; programs in `folder` are the
+/// plugin's own.
+fn follow(root: Pid, folder: &Path, mut fifo: File) -> Result<(bool, Counts)> {
     use ptrace::Options;
-    match waitpid(root, None).doing("failed to wait until its process stops")? {
-        WaitStatus::Stopped(_, Signal::SIGSTOP) => {}
-        other => return Err(Error::new(format!("its process did not stop to be traced: {other:?}"))),
-    }
     let options = Options::PTRACE_O_TRACESYSGOOD
         | Options::PTRACE_O_TRACECLONE
         | Options::PTRACE_O_TRACEFORK
@@ -119,12 +109,11 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_TRACEEXEC
         | Options::PTRACE_O_TRACEEXIT
         | Options::PTRACE_O_EXITKILL;
-    ptrace::setoptions(root, options).doing("failed to set the options of ptrace")?;
-    resume(root, None)?;
+    ptrace::seize(root, options).doing("failed to attach to its process")?;
+    fifo.write_all(b"go\n").doing("failed to let its process begin")?;
     let mut tracer = Tracer {
         folder,
         counts: Counts::default(),
-        known: HashSet::new(),
         begun_calls: HashMap::new(),
         foreign: HashSet::new(),
         netlink_sockets: HashSet::new(),
@@ -140,11 +129,7 @@ fn follow(root: Pid, folder: &Path) -> Result<(bool, Counts)> {
                 tracer.on_event(pid, event)?;
                 resume(pid, None)?;
             }
-            WaitStatus::Stopped(pid, signal) => {
-                // A new thread or process begins with a SIGSTOP, which must not be delivered.
-                let is_first_stop = tracer.known.insert(pid) && signal == Signal::SIGSTOP;
-                resume(pid, (!is_first_stop).then_some(signal))?;
-            }
+            WaitStatus::Stopped(pid, signal) => resume(pid, Some(signal))?,
             WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, tracer.counts)),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {
                 return Err(Error::new(format!("its process was ended by {signal}")));
@@ -169,8 +154,6 @@ struct Tracer<'a> {
     /// The plugin's own folder.
     folder: &'a Path,
     counts: Counts,
-    /// The threads that have been stopped by a signal.
-    known: HashSet<Pid>,
     /// The number and the first argument of the system call that a thread has begun and not ended.
     begun_calls: HashMap<Pid, (i64, u64)>,
     /// Threads of programs outside `folder`.
@@ -189,8 +172,7 @@ impl Tracer<'_> {
         let is_own = self.has_begun && !self.foreign.contains(&pid);
         let Some((call, argument)) = self.begun_calls.remove(&pid) else {
             self.begun_calls.insert(pid, registers::call(pid).unwrap_or_default());
-            self.counts.syscalls += usize::from(self.has_begun);
-            self.counts.own_syscalls += usize::from(is_own);
+            self.counts.syscalls += usize::from(is_own);
             return;
         };
         let Some(returned) = registers::returned(pid).filter(|_| is_own) else { return };
@@ -213,19 +195,21 @@ impl Tracer<'_> {
             libc::PTRACE_EVENT_EXEC => {
                 // The exit of the `execve` call is still to come.
                 self.begun_calls.entry(pid).or_default();
-                // The first exec is that of the plugin itself.
-                self.counts.programs += usize::from(self.has_begun);
-                self.has_begun = true;
-                match fs::read_link(format!("/proc/{pid}/exe")) {
-                    Ok(program) if program.parent() == Some(self.folder) => self.foreign.remove(&pid),
-                    _ => self.foreign.insert(pid),
+                let is_own =
+                    fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.parent() == Some(self.folder));
+                match is_own {
+                    true => self.foreign.remove(&pid),
+                    false => self.foreign.insert(pid),
                 };
+                // The first program of the folder is the plugin itself. Before it, the exec of the
+                // shell may be reported, which had not ended when the tracer attached.
+                self.counts.programs += usize::from(self.has_begun);
+                self.has_begun |= is_own;
             }
             libc::PTRACE_EVENT_CLONE | libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK => {
                 // fork and vfork have their own events, so a clone is a new thread.
                 if event == libc::PTRACE_EVENT_CLONE {
-                    self.counts.threads += usize::from(self.has_begun);
-                    self.counts.own_threads += usize::from(self.has_begun && !self.foreign.contains(&pid));
+                    self.counts.threads += usize::from(self.has_begun && !self.foreign.contains(&pid));
                 }
                 let child = ptrace::getevent(pid)
                     .doing(format_args!("failed to read the ID of the thread or process that {pid} created"))?;

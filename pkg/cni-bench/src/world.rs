@@ -25,7 +25,7 @@ const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
 /// The namespaces and the scratch folder of this process.
 #[derive(Debug)]
 pub(crate) struct World {
-    /// The number of paths that were made in the scratch folder, for unused names.
+    /// How many names were given, for unused ones.
     made: std::cell::Cell<usize>,
 }
 
@@ -61,32 +61,33 @@ impl World {
         Path::new(SCRATCH)
     }
 
-    /// Returns an unused path in the scratch folder, with `kind` as the beginning of its name.
-    fn unused_path(&self, kind: &str) -> PathBuf {
+    /// Returns an unused name, with `kind` as its beginning.
+    fn unused_name(&self, kind: &str) -> String {
         self.made.set(self.made.get() + 1);
-        Path::new(SCRATCH).join(format!("{kind}{}", self.made.get()))
+        format!("{kind}{}", self.made.get())
     }
 
     /// Creates a node: a network namespace with `lo` up, which the calling thread enters.
     pub(crate) fn create_node(&self) -> Result<Node> {
-        let node = Node { net: create_namespace(None)? };
+        let name = self.unused_name("node");
+        let path = create_namespace(&name)?;
+        let net = File::open(&path).doing(format_args!("failed to open {}", path.display()))?;
+        // The namespace ends with the last file, so that nodes of earlier cases slow nothing down.
+        run(&["ip", "netns", "del", &name])?;
+        let node = Node { net };
         node.enter()?;
         run(&["ip", "link", "set", "lo", "up"])?;
         Ok(node)
     }
 
-    /// Creates a container's network namespace, and returns the path that it is bound to.
+    /// Creates a container's network namespace and returns its path.
     pub(crate) fn create_container(&self) -> Result<PathBuf> {
-        let path = self.unused_path("netns");
-        File::create(&path).doing(format_args!("failed to make {}", path.display()))?;
-        // The namespace lives as long as the path is bound to it.
-        create_namespace(Some(&path)).map(drop)?;
-        Ok(path)
+        create_namespace(&self.unused_name("container"))
     }
 
     /// Creates an empty folder and returns its path.
     pub(crate) fn create_folder(&self) -> Result<PathBuf> {
-        let path = self.unused_path("folder");
+        let path = Path::new(SCRATCH).join(self.unused_name("folder"));
         fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
         Ok(path)
     }
@@ -138,21 +139,10 @@ impl Drop for Process {
     }
 }
 
-/// Creates a network namespace, and binds it to the path `bind`, if there is one. Uses a temporary
-/// thread, so that the calling thread stays in its own namespace.
-fn create_namespace(bind: Option<&Path>) -> Result<File> {
-    const OWN: &str = "/proc/thread-self/ns/net";
-    let create = || -> Result<File> {
-        unshare(CloneFlags::CLONE_NEWNET).doing("failed to make a network namespace")?;
-        if let Some(path) = bind {
-            let none: Option<&str> = None;
-            mount(Some(OWN), path, none, MsFlags::MS_BIND, none)
-                .doing(format_args!("failed to bind a network namespace to {}", path.display()))?;
-        }
-        File::open(OWN).doing("failed to open a network namespace")
-    };
-    thread::scope(|scope| scope.spawn(create).join())
-        .unwrap_or_else(|_| Err(Error::new("internal error: the thread that makes a network namespace panicked")))
+/// Creates a network namespace, and returns its path in the scratch folder.
+fn create_namespace(name: &str) -> Result<PathBuf> {
+    run(&["ip", "netns", "add", name])?;
+    Ok(Path::new(SCRATCH).join("netns").join(name))
 }
 
 /// Runs a program and returns what it printed.
