@@ -8,7 +8,7 @@ use cni::result::Dns;
 use plugin_slaac::resolver::Resolvers;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut resolvers = Resolvers::default();
     resolvers.read(data);
     let mut dns = Dns::default();

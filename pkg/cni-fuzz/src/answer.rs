@@ -6,7 +6,7 @@ use std::io::BufReader;
 use cni_cluster::fuzzing::{claims, read_answer};
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let answer = read_answer(data);
     assert_eq!(answer, read_answer(BufReader::with_capacity(1, data)), "the parts in which it arrives matter");
     let Some((_, _, body)) = answer else { return };

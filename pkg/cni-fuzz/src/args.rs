@@ -5,7 +5,7 @@
 use cni::args::CniArgs;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let is_pair = |piece: &str| piece.split_once('=').is_some_and(|(key, _)| !key.is_empty());
     let is_well_formed = text.split(';').all(|piece| piece.is_empty() || is_pair(piece));

@@ -18,7 +18,7 @@ use libcni::cache::Entry;
 use crate::input::Input;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let (network, container_id, ifname) = (input.line_text(), input.line_text(), input.line_text());
     let id = AttachmentId::new(&network, &container_id, &ifname);

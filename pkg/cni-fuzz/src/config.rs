@@ -127,7 +127,7 @@ fn check_found_program(kind: &str) {
 }
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let first_line = input.line_text();
     let (plugin, verb) = first_line.split_once(' ').unwrap_or(("bridge", &first_line));

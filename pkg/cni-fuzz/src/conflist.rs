@@ -20,7 +20,7 @@ const RUNTIME_KEYS: [&str; 7] = [
 ];
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     for list in [NetworkList::parse(data), NetworkList::parse_single(data)].into_iter().flatten() {
         assert!(!list.plugins().is_empty() && !list.name().is_empty(), "accepted without plugins or name: {list:?}");
         let again = NetworkList::parse(list.raw()).expect("failed to parse the bytes of an accepted list");

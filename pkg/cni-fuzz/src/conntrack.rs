@@ -15,7 +15,7 @@ const ID: u16 = 12;
 const ZONE: u16 = 18;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     check(&Message { kind: NEW, flags: 0, sequence: 0, payload: data });
     for message in messages(data) {
         let _ = outcome(&message);

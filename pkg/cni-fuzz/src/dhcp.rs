@@ -11,7 +11,7 @@ const MAC: [u8; 6] = [2, 0, 0, 0, 0, 7];
 const HEADER: usize = 240;
 
 /// Runs the target with one input: unchanged, and changed to an answer to this client.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     check(data);
     check_v6(data);
     let mut bytes = data.to_vec();

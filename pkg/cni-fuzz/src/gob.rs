@@ -8,7 +8,7 @@ use cni_dhcp::rpc::{Connection, RpcError};
 use crate::input::Input;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let first_len = usize::from(input.u16());
     let bytes = input.rest();

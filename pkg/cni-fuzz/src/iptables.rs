@@ -18,7 +18,7 @@ use plugin_portmap::fuzzing::{accepts_for_nft, nft_keywords_refused};
 type Words = Vec<String>;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     // The output of iptables-save may be anything, but must not make a plugin panic.
     for (name, chain) in fuzzing::saved_chains(&text) {

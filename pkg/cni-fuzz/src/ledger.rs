@@ -9,7 +9,7 @@ use cni_cluster::pool::Block;
 use cni_cluster::store::{Change, Outcome, Version};
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let Some(ledger) = Ledger::parse(data) else { return };
     let written = ledger.to_json();
     assert_eq!(Ledger::parse(written.as_bytes()).unwrap().to_json(), written);

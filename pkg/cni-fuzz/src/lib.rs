@@ -14,33 +14,33 @@
     reason = "a target fails by panicking, where libFuzzer and the corpus test can see it"
 )]
 
-pub mod advertisement;
-pub mod answer;
-pub mod args;
-pub mod cache;
-pub mod config;
-pub mod conflist;
-pub mod conntrack;
-pub mod dhcp;
-pub mod gob;
+mod advertisement;
+mod answer;
+mod args;
+mod cache;
+mod config;
+mod conflist;
+mod conntrack;
+mod dhcp;
+mod gob;
 mod input;
-pub mod iptables;
-pub mod ledger;
-pub mod links;
+mod iptables;
+mod ledger;
+mod links;
 mod machine;
-pub mod nft;
-pub mod node_file;
-pub mod pods;
-pub mod proc;
-pub mod resolv;
-pub mod result;
-pub mod store;
-pub mod subnet;
-pub mod sums;
-pub mod tuning;
+mod nft;
+mod node_file;
+mod pods;
+mod proc;
+mod resolv;
+mod result;
+mod store;
+mod subnet;
+mod sums;
+mod tuning;
 
 /// A target: it panics if its property does not hold for these bytes.
-pub type Target = fn(&[u8]);
+type Target = fn(&[u8]);
 
 /// All targets, each with the name of its archive in `fuzz/corpus`.
 pub const TARGETS: [(&str, Target); 22] = [
@@ -67,3 +67,12 @@ pub const TARGETS: [(&str, Target); 22] = [
     ("sums", sums::run),
     ("tuning", tuning::run),
 ];
+
+/// Runs the target `name` with one input.
+///
+/// # Panics
+/// If there is no such target, or if its property does not hold.
+pub fn run(name: &str, data: &[u8]) {
+    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a target has this name");
+    target(data);
+}

@@ -8,7 +8,7 @@ use cni_ipam::fuzzing::{read_link, rewritten_releases};
 use crate::input::Input;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     drop(rewritten_releases(data, 1 << 40));
     read_link(&String::from_utf8_lossy(data));
 }

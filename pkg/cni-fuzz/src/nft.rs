@@ -22,7 +22,7 @@ const NFTA_RULE_HANDLE: u16 = 3;
 const FIRST_TAG: u8 = 0x80;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     if input.byte() % 2 == 1 { write_and_read(&mut input) } else { read(input.rest()) }
 }

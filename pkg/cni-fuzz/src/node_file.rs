@@ -5,7 +5,7 @@ use cni::Code;
 use cni_cluster::conf::Conf;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let conf = match Conf::parse(data) {
         Ok(conf) => conf,
         Err(error) => return assert_eq!(error.code(), Code::INVALID_CONFIG, "{error}"),

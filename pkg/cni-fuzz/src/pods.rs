@@ -6,7 +6,7 @@
 use cni_cri::fuzzing::read_body;
 
 /// Runs the target with one input, the message in the frame of an answer.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let body = framed(data);
     let Some(ids) = read_body(&body) else { return };
     assert!(ids.iter().all(|id| !id.is_empty()), "{ids:?}");

@@ -21,7 +21,7 @@ const DEVICE: (u64, u64) = (0xfd, 1);
 const INODE: u64 = 77;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     check_connections(&text);
     check_locks(&text);

@@ -9,7 +9,7 @@ use cni::version::Version;
 use plugin_host_local::fuzzing::resolv_conf;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let dns = resolv_conf(&String::from_utf8_lossy(data));
     let lists = [&dns.nameservers, &dns.search, &dns.options];
     for value in lists.into_iter().flatten().chain(Some(&dns.domain).filter(|domain| !domain.is_empty())) {

@@ -7,7 +7,7 @@ use cni::result::{AddResult, Interface, ResultError, Route};
 use cni::version::{Shape, Version};
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let Ok(json) = Json::parse(data) else { return };
     for version in [Version::V0_2_0, Version::V0_4_0, Version::V1_1_0] {
         // Fails if the result names a version of a different form.

@@ -28,7 +28,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 type Files = BTreeMap<String, Option<Vec<u8>>>;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let dir = tempfile::tempdir().expect("failed to create a temporary folder");
     let data_dir = dir.path().join("data");

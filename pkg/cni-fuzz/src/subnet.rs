@@ -5,7 +5,7 @@
 use plugin_flannel::fuzzing::rewritten;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let Some(written) = rewritten(&String::from_utf8_lossy(data)) else { return };
     // The last line break carries nothing.
     for end in 0..written.len() - 1 {

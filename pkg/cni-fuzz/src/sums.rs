@@ -8,7 +8,7 @@ use std::path::{Component, Path};
 use cni_install::set::{SUMS, parse, text};
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let Ok(programs) = parse(&String::from_utf8_lossy(data)) else { return };
     let mut names = BTreeSet::new();
     for program in &programs {

@@ -11,7 +11,7 @@ use plugin_tuning::fuzzing::{permitted, rewritten_backup};
 use crate::input::Input;
 
 /// Runs the target with one input.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let mut input = Input::new(data);
     let key = input.line_text();
     if key == "backup" {
