@@ -69,6 +69,15 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     }
 }
 
+/// Reads a regular file as text. `None` if nothing exists at `path`.
+pub(crate) fn read_text(path: &Path) -> io::Result<Option<String>> {
+    match read(path) {
+        Ok(text) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
+        Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(cause) => Err(cause),
+    }
+}
+
 /// Returns the mode and the content of the file at `path`, following symbolic links. `None` if
 /// there is no file or it is not a regular one.
 pub(crate) fn read_if_regular(path: &Path) -> io::Result<Option<(u32, Vec<u8>)>> {

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::Error;
-use crate::disk::{find_metadata, ignore_not_found, is_same, link_or_copy, read, sync, write_new};
+use crate::disk::{find_metadata, ignore_not_found, is_same, link_or_copy, read_text, sync, write_new};
 use crate::set::{self, ABSENT_LIST, Program, SUMS, Set};
 
 /// A complete kept set.
@@ -40,7 +40,8 @@ impl Kept {
             return Ok(None);
         }
         let (absent_path, sums_path) = (folder.join(ABSENT_LIST), folder.join(SUMS));
-        let (Some(absent), Some(sums)) = (read_text(&absent_path)?, read_text(&sums_path)?) else { return Ok(None) };
+        let read = |path: &Path| read_text(path).map_err(Error::io("read", path));
+        let (Some(absent), Some(sums)) = (read(&absent_path)?, read(&sums_path)?) else { return Ok(None) };
         let programs =
             set::parse_lines(&sums).map_err(|reason| Error::new(format!("{}: {reason}", sums_path.display())))?;
         let modified = fs::metadata(&absent_path).and_then(|found| found.modified());
@@ -181,15 +182,6 @@ impl Kept {
 /// Whether a file, folder or symbolic link exists at `path`.
 pub(crate) fn exists(path: &Path) -> Result<bool, Error> {
     Ok(find_metadata(path).map_err(Error::io("look at", path))?.is_some())
-}
-
-/// Reads a text file. `None` if it does not exist.
-fn read_text(path: &Path) -> Result<Option<String>, Error> {
-    match read(path) {
-        Ok(text) => Ok(Some(String::from_utf8_lossy(&text).into_owned())),
-        Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(cause) => Err(Error::io("read", path)(cause)),
-    }
 }
 
 /// Creates the folder if it does not exist. Replaces a file or symbolic link at `path`.

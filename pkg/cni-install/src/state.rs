@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::Error;
-use crate::disk::{self, ignore_not_found, sync, write_new};
+use crate::disk::{ignore_not_found, read_text, sync, write_new};
 
 /// The state, which is in the first line of the file. The number is the generation that the command
 /// installs, rolls back or forgets.
@@ -60,11 +60,7 @@ impl State {
     /// exist.
     pub(crate) fn read(own_folder: &Path) -> Result<Option<State>, Error> {
         let path = own_folder.join("state");
-        let text = match disk::read(&path) {
-            Ok(text) => String::from_utf8_lossy(&text).into_owned(),
-            Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(cause) => return Err(Error::io("read", &path)(cause)),
-        };
+        let Some(text) = read_text(&path).map_err(Error::io("read", &path))? else { return Ok(None) };
         match State::parse(&text) {
             Some(state) => Ok(Some(state)),
             None => Err(Error::new(format!(

@@ -10,18 +10,6 @@ use crate::kept::{Kept, exists};
 use crate::report::RestoreReport;
 use crate::staging;
 
-/// What happened to one program when a kept set was put back.
-enum RestoreOutcome {
-    /// The plugin folder has the kept file.
-    Restored,
-    /// The program is removed, because it did not exist before.
-    Removed,
-    /// Another installer has replaced or removed the program, so it was left unchanged.
-    Left,
-    /// The kept file is gone, so the program was left unchanged.
-    Lost,
-}
-
 impl Folder {
     /// Puts the kept files back, and removes programs that did not exist before the install. A
     /// program that another installer has replaced or removed since is left unchanged, and its kept
@@ -34,17 +22,10 @@ impl Folder {
         staging::create_empty(&staging)?;
         let (mut report, mut errors) = (RestoreReport::default(), Vec::new());
         for name in kept.names() {
-            let names = match self.restore_program(kept, name, &staging) {
-                Ok(RestoreOutcome::Restored) => &mut report.restored,
-                Ok(RestoreOutcome::Removed) => &mut report.removed,
-                Ok(RestoreOutcome::Left) => &mut report.left,
-                Ok(RestoreOutcome::Lost) => &mut report.lost,
-                Err(error) => {
-                    errors.push(error.to_string());
-                    continue;
-                }
-            };
-            names.push(name.to_owned());
+            match self.restore_program(kept, name, &staging, &mut report) {
+                Ok(names) => names.push(name.to_owned()),
+                Err(error) => errors.push(error.to_string()),
+            }
         }
         errors.extend(self.sync().err().map(|error| error.to_string()));
         if !errors.is_empty() {
@@ -73,29 +54,36 @@ impl Folder {
 
     /// Puts one program back, or removes it if it did not exist before. The kept file is linked or
     /// copied into `staging` and renamed from there, so that the program is always complete.
-    fn restore_program(&self, kept: &Kept, name: &str, staging: &Path) -> Result<RestoreOutcome, Error> {
+    /// Returns the list of `report` to which the program's name belongs.
+    fn restore_program<'r>(
+        &self,
+        kept: &Kept,
+        name: &str,
+        staging: &Path,
+        report: &'r mut RestoreReport,
+    ) -> Result<&'r mut Vec<String>, Error> {
         let (kept_file, installed) = (kept.file(name), self.path.join(name));
         if kept.was_absent(name) {
             if exists(&installed)? {
                 if !self.has_installed_program(kept, name)? {
-                    return Ok(RestoreOutcome::Left);
+                    return Ok(&mut report.left);
                 }
                 fs::remove_file(&installed).map_err(Error::io("remove", &installed))?;
             }
-            return Ok(RestoreOutcome::Removed);
+            return Ok(&mut report.removed);
         }
         if !exists(&kept_file)? {
-            return Ok(RestoreOutcome::Lost);
+            return Ok(&mut report.lost);
         }
         if !is_same(&installed, &kept_file).map_err(Error::io("compare", &installed))? {
             if !self.has_installed_program(kept, name)? {
-                return Ok(RestoreOutcome::Left);
+                return Ok(&mut report.left);
             }
             let copy = staging.join(name);
             link_or_copy(&kept_file, &copy)
                 .and_then(|()| fs::rename(&copy, &installed))
                 .map_err(Error::io("put back", &installed))?;
         }
-        Ok(RestoreOutcome::Restored)
+        Ok(&mut report.restored)
     }
 }
