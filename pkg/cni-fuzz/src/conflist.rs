@@ -6,7 +6,7 @@
 use cni::Code;
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::Json;
-use libcni::{Members, NetworkList, PluginConf, fuzzing};
+use libcni::{AddedKeys, Members, NetworkList, PluginConf};
 
 /// The keys that the runtime adds to a plugin's configuration or removes from it.
 const RUNTIME_KEYS: [&str; 7] = [
@@ -51,8 +51,8 @@ fn check_request(list: &NetworkList, plugin: &PluginConf) {
     let result = serde_json::value::RawValue::from_string(r#"{"ips":[]}"#.to_owned()).expect("JSON");
     let args = Members::parse(r#"{"portMappings":[],"mac":"x","ips":["1.2.3.4"],"":0}"#).expect("JSON");
     let valid = ValidAttachments::from_iter([("c1", "eth0")]);
-    let bytes =
-        fuzzing::request(list, plugin, Some(&result), Some(&args), Some(&valid)).expect("failed to write the request");
+    let added = AddedKeys { prev_result: Some(&result), capability_args: Some(&args), valid: Some(&valid) };
+    let bytes = list.request(plugin, added).expect("failed to write the request");
     let Ok(json @ Json::Object(_)) = Json::parse(&bytes) else {
         // It cannot be nested too deeply for the parser: the plugin's members are one level less
         // deep than in the list, which was parsed, and the added keys have few levels.

@@ -13,9 +13,6 @@
 //! errors or notes; every plugin has a deadline.
 
 mod folder;
-#[cfg(feature = "fuzzing")]
-#[doc(hidden)]
-pub mod fuzzing;
 mod list;
 mod members;
 mod plugin;
@@ -37,6 +34,7 @@ pub use cache::Cache;
 pub use folder::{ConfFile, ConfFolder};
 pub use list::{NetworkList, PluginConf};
 pub use members::Members;
+pub use request::AddedKeys;
 pub use verbs::OnError;
 
 /// How long a plugin may take by default. It is longer than the longest `delegateTimeout`, so that

@@ -11,7 +11,6 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::members::{Members, elements};
-use super::request::{AddedKeys, build_request};
 use cni::json::Json;
 use cni::version::{Version, parse_triple};
 use cni::{Code, Error, Result};
@@ -152,16 +151,6 @@ impl NetworkList {
     /// Returns the plugins in the order in which ADD runs them.
     pub fn plugins(&self) -> &[PluginConf] {
         &self.plugins
-    }
-
-    /// Returns the configuration that `plugin` of this list reads on its stdin, without the keys of
-    /// a verb such as `prevResult`. `capability_args` are the values of an attachment's
-    /// capabilities.
-    ///
-    /// # Errors
-    /// Code 999 if a value cannot be written as JSON, which does not happen.
-    pub fn request(&self, plugin: &PluginConf, capability_args: Option<&Members>) -> Result<Vec<u8>> {
-        build_request(self, plugin, AddedKeys { capability_args, ..AddedKeys::default() })
     }
 
     /// Returns the bytes that the list was parsed from. The result cache stores them.

@@ -14,14 +14,14 @@ use cni::config::ValidAttachments;
 
 /// The keys that a verb adds to a plugin's object.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct AddedKeys<'a> {
+pub struct AddedKeys<'a> {
     /// `prevResult`: in an ADD the result of the plugin before this one, in other verbs the result
     /// of the whole ADD.
-    pub(super) prev_result: Option<&'a RawValue>,
+    pub prev_result: Option<&'a RawValue>,
     /// The value of each capability. Those that the plugin declares become its `runtimeConfig`.
-    pub(super) capability_args: Option<&'a Members>,
+    pub capability_args: Option<&'a Members>,
     /// The valid attachments of a GC.
-    pub(super) valid: Option<&'a ValidAttachments>,
+    pub valid: Option<&'a ValidAttachments>,
 }
 
 /// An element of `cni.dev/valid-attachments`.
@@ -32,31 +32,34 @@ struct WireAttachment<'a> {
     ifname: &'a str,
 }
 
-/// Returns the configuration for one plugin of a list, with these keys added.
-///
-/// # Errors
-/// Code 999 if a value cannot be written as JSON, which does not happen.
-pub(super) fn build_request(list: &NetworkList, plugin: &PluginConf, added: AddedKeys<'_>) -> Result<Vec<u8>> {
-    let mut request = plugin.members().clone();
-    request.remove("capabilities");
-    request.set("cniVersion", list.cni_version())?;
-    request.set("name", list.name())?;
-    let runtime_config = runtime_config(plugin, added.capability_args);
-    // Without values for the plugin, a `runtimeConfig` that its object already has stays.
-    if !runtime_config.is_empty() {
-        request.set("runtimeConfig", &runtime_config)?;
+impl NetworkList {
+    /// Returns the configuration that `plugin` of this list reads on its stdin, with these keys
+    /// added.
+    ///
+    /// # Errors
+    /// Code 999 if a value cannot be written as JSON, which does not happen.
+    pub fn request(&self, plugin: &PluginConf, added: AddedKeys<'_>) -> Result<Vec<u8>> {
+        let mut request = plugin.members().clone();
+        request.remove("capabilities");
+        request.set("cniVersion", self.cni_version())?;
+        request.set("name", self.name())?;
+        let runtime_config = runtime_config(plugin, added.capability_args);
+        // Without values for the plugin, a `runtimeConfig` that its object already has stays.
+        if !runtime_config.is_empty() {
+            request.set("runtimeConfig", &runtime_config)?;
+        }
+        if let Some(result) = added.prev_result {
+            request.set("prevResult", result)?;
+        }
+        if let Some(valid) = added.valid {
+            let wire = |(container_id, ifname)| WireAttachment { container_id, ifname };
+            let valid: Vec<WireAttachment<'_>> = valid.iter().map(wire).collect();
+            // The second key is from drafts of the specification; some released plugins read it.
+            request.set("cni.dev/valid-attachments", &valid)?;
+            request.set("cni.dev/attachments", &valid)?;
+        }
+        request.to_bytes()
     }
-    if let Some(result) = added.prev_result {
-        request.set("prevResult", result)?;
-    }
-    if let Some(valid) = added.valid {
-        let wire = |(container_id, ifname)| WireAttachment { container_id, ifname };
-        let valid: Vec<WireAttachment<'_>> = valid.iter().map(wire).collect();
-        // The second key is from drafts of the specification; some released plugins read it.
-        request.set("cni.dev/valid-attachments", &valid)?;
-        request.set("cni.dev/attachments", &valid)?;
-    }
-    request.to_bytes()
 }
 
 /// Returns the `runtimeConfig` of the plugin: the values of the capabilities that it declares.
@@ -73,7 +76,7 @@ mod tests {
     fn request(plugin: &str, extras: AddedKeys<'_>) -> String {
         let text = format!(r#"{{"cniVersion":"1.0.0","name":"n","plugins":[{plugin}]}}"#);
         let list = NetworkList::parse(text.as_bytes()).unwrap();
-        String::from_utf8(build_request(&list, &list.plugins()[0], extras).unwrap()).unwrap()
+        String::from_utf8(list.request(&list.plugins()[0], extras).unwrap()).unwrap()
     }
 
     #[test]

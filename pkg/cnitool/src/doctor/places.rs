@@ -11,7 +11,7 @@ use cni::Error;
 use cni::config::NetConf;
 use cni::delegate::find_plugin;
 use cni_cluster::ledger::Ledger;
-use libcni::{NetworkList, Runtime};
+use libcni::{AddedKeys, NetworkList, Runtime};
 
 use super::{CheckOutcome, Examined, advice};
 use crate::call::own_uid;
@@ -73,7 +73,7 @@ pub(super) fn folders(node: &Examined<'_>) -> CheckOutcome {
 /// Returns the types of a network's plugins, each followed by the type of its IPAM plugin.
 fn plugin_types(list: &NetworkList) -> Vec<String> {
     let types = list.plugins().iter().flat_map(|plugin| {
-        let conf = list.request(plugin, None).and_then(NetConf::parse);
+        let conf = list.request(plugin, AddedKeys::default()).and_then(NetConf::parse);
         [plugin.kind().to_owned(), conf.map(|conf| conf.ipam_type().to_owned()).unwrap_or_default()]
     });
     types.filter(|kind| !kind.is_empty()).collect()

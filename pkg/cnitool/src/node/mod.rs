@@ -11,7 +11,7 @@ use cni::config::NetConf;
 use cni::delegate::keeps_reservations;
 use cni::json::Json;
 use cni::{AttachmentId, Error};
-use libcni::{Members, NetworkList};
+use libcni::{AddedKeys, Members, NetworkList};
 
 use crate::call::Context;
 
@@ -37,8 +37,9 @@ pub(crate) fn plugin_confs<'a>(
     list: &'a NetworkList,
     capability_args: Option<&'a Members>,
 ) -> impl Iterator<Item = (usize, &'a str, NetConf)> {
+    let added = AddedKeys { capability_args, ..AddedKeys::default() };
     list.plugins().iter().enumerate().filter_map(move |(index, plugin)| {
-        Some((index, plugin.kind(), list.request(plugin, capability_args).and_then(NetConf::parse).ok()?))
+        Some((index, plugin.kind(), list.request(plugin, added).and_then(NetConf::parse).ok()?))
     })
 }
 

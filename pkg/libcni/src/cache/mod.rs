@@ -20,8 +20,7 @@ use std::time::SystemTime;
 
 use serde_json::value::{RawValue, to_raw_value};
 
-use super::request::{AddedKeys, build_request};
-use super::{Attachment, NetworkList, PluginConf};
+use super::{AddedKeys, Attachment, NetworkList, PluginConf};
 use cni::json::Json;
 use cni::result::{AddResult, Interface};
 use cni::version::Version;
@@ -83,17 +82,10 @@ enum Content {
     Undecodable(String),
 }
 
-/// What the cache has for an attachment that is looked up.
-enum Found {
-    /// The file does not exist.
-    Nothing,
-    /// The attachment's entry.
-    Entry(Box<Entry>),
-    /// The entry of another attachment with the same file name. The text names that attachment.
-    Another(String),
-    /// The file cannot be decoded, for this reason.
-    Undecodable(String),
-}
+/// The entry in the file of an attachment that is looked up: `None` if the file does not exist, and
+/// the reason if it cannot be decoded. The entry may be that of another attachment with the same
+/// file name.
+type Found = Option<Result<Entry, String>>;
 
 impl Entry {
     /// Returns the network's configuration at the time of the ADD. For an ADD without a list, Go's
@@ -165,7 +157,7 @@ impl Entry {
     pub fn request(&self, list: &NetworkList, plugin: &PluginConf) -> Result<Vec<u8>> {
         let result = self.result_as(list.version()?)?;
         let capability_args = Some(&self.attachment.capability_args);
-        build_request(list, plugin, AddedKeys { prev_result: result.as_deref(), capability_args, valid: None })
+        list.request(plugin, AddedKeys { prev_result: result.as_deref(), capability_args, valid: None })
     }
 }
 
@@ -219,11 +211,9 @@ impl Cache {
     pub fn find(&self, id: &AttachmentId) -> Result<Option<Entry>> {
         let path = self.path(id)?;
         match read_for(id, &path)? {
-            Found::Nothing | Found::Another(_) => Ok(None),
-            Found::Entry(entry) => Ok(Some(*entry)),
-            Found::Undecodable(why) => {
-                Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display())))
-            }
+            Some(Ok(entry)) if entry.id() == *id => Ok(Some(entry)),
+            Some(Ok(_)) | None => Ok(None),
+            Some(Err(why)) => Err(Error::new(Code::DECODE, format!("failed to decode {}: {why}", path.display()))),
         }
     }
 
@@ -244,20 +234,20 @@ impl Cache {
     pub(super) fn prepare_for_add(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
         create_folder(&self.folder)?;
-        match read_for(id, &path)? {
-            // The ADD replaces a file that cannot be decoded.
-            Found::Nothing | Found::Undecodable(_) => Ok(()),
-            Found::Entry(_) => {
-                let AttachmentId { network, container_id, ifname } = id;
-                let msg = format!("{ifname} of container {container_id} is already attached to network {network}");
-                Err(Error::new(Code::CONFLICT, msg)
-                    .with_details(format!("{} records this; call DEL before another ADD", path.display())))
-            }
-            Found::Another(owner) => {
-                let msg = format!("{} is the cache file of another attachment, {owner}", path.display());
-                Err(Error::new(Code::CONFLICT, msg))
-            }
+        // The ADD replaces a file that cannot be decoded.
+        let Some(Ok(entry)) = read_for(id, &path)? else { return Ok(()) };
+        let owner = entry.id();
+        let AttachmentId { network, container_id, ifname } = &owner;
+        if owner == *id {
+            let msg = format!("{ifname} of container {container_id} is already attached to network {network}");
+            return Err(Error::new(Code::CONFLICT, msg)
+                .with_details(format!("{} records this; call DEL before another ADD", path.display())));
         }
+        let msg = format!(
+            "{} is the cache file of another attachment, {ifname} of container {container_id} in network {network}",
+            path.display()
+        );
+        Err(Error::new(Code::CONFLICT, msg))
     }
 
     /// Stores an entry. The file is replaced atomically.
@@ -288,8 +278,9 @@ impl Cache {
     pub fn purge(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
         match read_for(id, &path)? {
-            Found::Nothing | Found::Another(_) => Ok(()),
-            Found::Entry(_) | Found::Undecodable(_) => ignore_not_found(fs::remove_file(&path))
+            None => Ok(()),
+            Some(Ok(entry)) if entry.id() != *id => Ok(()),
+            Some(_) => ignore_not_found(fs::remove_file(&path))
                 .map_err(|error| Error::caused(Code::IO, format_args!("failed to remove {}", path.display()), error)),
         }
     }
@@ -441,20 +432,16 @@ fn read(path: &Path) -> Result<Content> {
     }
 }
 
-/// Reads the file at `path`, the [path](Cache::path) of attachment `id`. Compares `id` with the
-/// attachment that the file names.
+/// Reads the file at `path`, the [path](Cache::path) of attachment `id`. A bare result is the entry
+/// of `id`.
 ///
 /// # Errors
 /// Code 5 if the file cannot be read.
 fn read_for(id: &AttachmentId, path: &Path) -> Result<Found> {
     Ok(match read(path)? {
-        Content::Absent => Found::Nothing,
-        Content::Undecodable(why) => Found::Undecodable(why),
-        Content::Entry(entry) if entry.id() == *id => Found::Entry(entry),
-        Content::Entry(entry) => {
-            let AttachmentId { network, container_id, ifname } = entry.id();
-            Found::Another(format!("{ifname} of container {container_id} in network {network}"))
-        }
+        Content::Absent => None,
+        Content::Undecodable(why) => Some(Err(why)),
+        Content::Entry(entry) => Some(Ok(*entry)),
         Content::BareResult(result) => {
             let attachment = Attachment {
                 container_id: id.container_id.clone(),
@@ -462,7 +449,7 @@ fn read_for(id: &AttachmentId, path: &Path) -> Result<Found> {
                 ..Attachment::default()
             };
             let entry = Entry { network: id.network.clone(), attachment, config: Vec::new(), result: Some(result) };
-            Found::Entry(Box::new(entry.with_netns_of_result()))
+            Some(Ok(entry.with_netns_of_result()))
         }
     })
 }

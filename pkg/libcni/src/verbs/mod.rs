@@ -11,8 +11,7 @@ use super::cache::{Entry, Listing, convert_result};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::plugin::name_plugin;
-use super::request::{AddedKeys, build_request};
-use super::{Attachment, Runtime};
+use super::{AddedKeys, Attachment, Runtime};
 use cni::config::ValidAttachments;
 use cni::delegate::find_plugin;
 use cni::skel::Verb;
@@ -254,7 +253,7 @@ impl Runtime<'_> {
         let list = if is_older { &list.with_version(Version::V1_1_0) } else { list };
         let mut errors = Vec::new();
         for plugin in list.plugins() {
-            let request = build_request(list, plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
+            let request = list.request(plugin, AddedKeys { valid: Some(valid), ..AddedKeys::default() });
             match request.and_then(|bytes| self.run(plugin.kind(), Verb::Gc, &Attachment::default(), &bytes)) {
                 Ok(_) => {}
                 Err(error) if is_older && lacks_gc(&error) => {
@@ -280,7 +279,7 @@ impl Runtime<'_> {
             return Ok(());
         }
         for plugin in list.plugins() {
-            let request = build_request(list, plugin, AddedKeys::default())?;
+            let request = list.request(plugin, AddedKeys::default())?;
             self.run(plugin.kind(), Verb::Status, &Attachment::default(), &request)
                 .map_err(|error| name_plugin(plugin, "status", error))?;
         }
@@ -300,7 +299,7 @@ impl Runtime<'_> {
         prev_result: Option<&RawValue>,
     ) -> Result<Vec<u8>> {
         let added = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
-        self.run(plugin.kind(), verb, attachment, &build_request(list, plugin, added)?)
+        self.run(plugin.kind(), verb, attachment, &list.request(plugin, added)?)
     }
 }
 

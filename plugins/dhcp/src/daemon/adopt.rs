@@ -8,6 +8,7 @@ use cni::json::Json;
 use cni::result::AddResult;
 use cni::version::Version;
 use cni_dhcp::rpc::CmdArgs;
+use libcni::AddedKeys;
 use libcni::cache::{Cache, Entry};
 
 use crate::conf::Conf;
@@ -40,9 +41,9 @@ fn read(entry: &Entry, sockets: &[&Path]) -> Option<Cached> {
     let cni_args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let cni_args = cni_args.join(";");
     let list = entry.list().ok()?;
-    let capability_args = Some(&attachment.capability_args);
+    let added = AddedKeys { capability_args: Some(&attachment.capability_args), ..AddedKeys::default() };
     // A plugin without a valid configuration is skipped.
-    let mut stdin_of_plugins = list.plugins().iter().flat_map(|plugin| list.request(plugin, capability_args));
+    let mut stdin_of_plugins = list.plugins().iter().flat_map(|plugin| list.request(plugin, added));
     let (conf, ipam) = stdin_of_plugins.find_map(|stdin| conf_with_dhcp(stdin, &cni_args, sockets))?;
     let json = Json::parse(entry.result.as_ref()?.get().as_bytes()).ok()?;
     let mut result = AddResult::decode(&json, Version::NEWEST).ok()?;
