@@ -3,10 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
 use std::{fs, thread};
 
-use cni_testkit::{Attachment, Container, Node, bin_dir, patience, probe};
+use cni_testkit::{Attachment, Container, Node, bin_dir, probe, wait_until};
 use serde_json::{Value, json};
 
 use crate::VERSION;
@@ -46,19 +45,6 @@ impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-    }
-}
-
-/// Waits until something is so.
-///
-/// # Panics
-/// If it never is.
-#[track_caller]
-pub fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + patience(Duration::from_secs(30));
-    while !so() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -121,7 +107,7 @@ impl Lan {
         lan.kind = Server::Kea;
         lan.node.ip(&["address add 2001:db8:1::1/64 dev lan nodad"]);
         // Kea does not listen on a tentative address.
-        until("the server has a link-local address", || {
+        wait_until("the server has a link-local address", || {
             let argv = ["ip", "-6", "-o", "address", "show", "dev", "lan", "scope", "link", "-tentative"];
             lan.node.exec(&argv).contains("fe80:")
         });
@@ -211,7 +197,7 @@ impl Lan {
             [&argv[..], &["--interface=lan", "--bind-interfaces", "--user=root", "--dhcp-authoritative"]].concat();
         let argv = [&argv[..], &["--dhcp-sequential-ip", "--log-dhcp", &range, &leases, &pid], arguments].concat();
         *self.server.lock().unwrap() = Some(Process::start(&self.node, "server.log", &argv));
-        until("the server runs", || self.log().contains("started"));
+        wait_until("the server runs", || self.log().contains("started"));
     }
 
     fn serve_kea(&self, reserved: &[(&str, &str)]) {
@@ -256,7 +242,7 @@ impl Lan {
         let argv = [&program.display().to_string(), "-c", &config];
         let server = Process::start_with(&self.node, "server.log", &argv, &environment);
         *self.server.lock().unwrap() = Some(server);
-        until("the server runs", || self.log().contains(&format!("DHCP{version}_STARTED")));
+        wait_until("the server runs", || self.log().contains(&format!("DHCP{version}_STARTED")));
     }
 
     /// Ends the server, if there is one.
@@ -331,7 +317,7 @@ impl Lan {
         let (program, socket) = (folder.join("dhcp").display().to_string(), self.socket().display().to_string());
         let argv = [&[&program, "daemon", "-socketpath", &socket][..], flags].concat();
         let daemon = Process::start(&self.node, "daemon.log", &argv);
-        until("the daemon listens", || std::os::unix::net::UnixStream::connect(self.socket()).is_ok());
+        wait_until("the daemon listens", || std::os::unix::net::UnixStream::connect(self.socket()).is_ok());
         daemon
     }
 

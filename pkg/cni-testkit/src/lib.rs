@@ -12,7 +12,8 @@
 //! - [`program`]: writes scripts and copies programs so that they can be run at once.
 //! - [`probe`]: finds out what this kernel supports. With [`require!`] and [`skip!`] a test is
 //!   skipped visibly, or fails with `CNI_TEST_REQUIRE=all`.
-//! - [`patience`]: longer deadlines on slow machines.
+//! - [`patience`]: longer deadlines on slow machines. [`wait_until`], [`retry`]: wait up to such a
+//!   deadline.
 //! - [`cost`], [`assert_cost_below`]: the CPU time of a function, which the load of the machine
 //!   hardly changes.
 //! - [`report_errors`]: compares a document of cnitool with its documented JSON Schema.
@@ -52,7 +53,7 @@ pub use invocation::{Invocation, Started};
 pub use namespace::{in_new_netns, output};
 pub use node::{Container, Node, Ran};
 pub use outcome::{Failure, Outcome};
-pub use patience::{crowd, patience, rounds};
+pub use patience::{crowd, patience, retry, rounds, wait_until};
 pub use schema::report_errors;
 pub use skip::{skipped, unprovoked};
 

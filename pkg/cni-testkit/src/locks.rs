@@ -2,18 +2,16 @@
 
 use std::fs::{self, File};
 use std::path::Path;
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use crate::patience;
+use crate::wait_until;
 
 /// Waits until the file is locked.
 ///
 /// # Panics
-/// If it is not locked within 20 s.
+/// If it is not locked within 30 s.
 #[track_caller]
 pub fn wait_until_locked(path: &Path) {
-    wait_until(&format!("no process locked {}", path.display()), || {
+    wait_until(&format!("{} is locked", path.display()), || {
         let file = File::open(path).expect("a file to lock");
         let is_free = file.try_lock().is_ok();
         if is_free {
@@ -29,11 +27,11 @@ pub fn wait_until_locked(path: &Path) {
 /// WRITE 4711 …`.
 ///
 /// # Panics
-/// If it does not wait within 20 s.
+/// If it does not wait within 30 s.
 #[track_caller]
 pub fn wait_until_waiting(pid: u32) {
     let waiter = format!(" {pid} ");
-    wait_until("it never waited", || {
+    wait_until(&format!("process {pid} waits for a lock"), || {
         let locks = fs::read_to_string("/proc/locks").expect("the kernel's list");
         locks.lines().any(|line| line.contains("->") && line.contains(&waiter))
     });
@@ -49,17 +47,4 @@ pub fn wait_until_waiting(pid: u32) {
 pub fn assert_names_holder(holder: &str, mut failing_call: impl FnMut() -> String) {
     let texts: Vec<String> = (0..20).map(|_| failing_call()).take_while(|text| !text.contains(holder)).collect();
     assert!(texts.len() < 20, "no error names `{holder}`: {texts:?}");
-}
-
-/// Waits until `condition` holds.
-///
-/// # Panics
-/// With the text `otherwise`, if it does not hold within 20 s.
-#[track_caller]
-fn wait_until(otherwise: &str, condition: impl Fn() -> bool) {
-    let deadline = Instant::now() + patience(Duration::from_secs(20));
-    while !condition() {
-        assert!(Instant::now() < deadline, "{otherwise}");
-        sleep(Duration::from_millis(5));
-    }
 }

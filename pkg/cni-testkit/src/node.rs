@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{leftovers, namespace, program};
+use crate::{leftovers, namespace, program, retry};
 
 /// A host: a network namespace, a mount namespace with private `/run` and `/var/lib`, and a
 /// temporary folder.
@@ -191,7 +191,7 @@ impl Place {
 
     /// Runs a program. It may fail.
     pub fn run(&self, argv: &[&str]) -> Ran {
-        self.enter(|| run_program(argv))
+        self.enter(|| run_program(argv, Stdio::null()))
     }
 
     /// Runs a program, asserts success and returns what it printed.
@@ -204,38 +204,56 @@ impl Place {
     /// address may answer only after some seconds, and `ping` ends at the first error.
     #[track_caller]
     pub fn ping(&self, address: &str) {
-        repeat_until_success(|| self.run(&["ping", "-nqc1", "-W2", address]));
+        retry(|| {
+            let ran = self.run(&["ping", "-nqc1", "-W2", address]);
+            if ran.ok { Ok(()) } else { Err(format!("no answer from {address}: {}{}", ran.stderr, ran.stdout)) }
+        });
     }
 
     /// Runs a program that prints JSON, such as `ip -j`, asserts success and returns the JSON, or
     /// `null` if it printed nothing.
     #[track_caller]
     pub fn json(&self, argv: &[&str]) -> Value {
-        parse(argv, &self.exec(argv))
+        let text = self.exec(argv);
+        if text.trim().is_empty() {
+            return Value::Null;
+        }
+        serde_json::from_str(&text)
+            .unwrap_or_else(|error| panic!("`{}` did not print JSON: {error}: {text}", argv.join(" ")))
     }
 
     /// Returns a link as `ip -j -d` shows it, or `None` if it does not exist.
     pub fn link(&self, name: &str) -> Option<Value> {
-        find_link(self.json(&["ip", "-j", "-d", "link", "show"]), name)
+        let Value::Array(links) = self.json(&["ip", "-j", "-d", "link", "show"]) else { return None };
+        links.into_iter().find(|link| link["ifname"] == name)
     }
 
     /// Runs several `ip` commands, a line each without the word `ip`, and asserts success. It is
     /// one process for all of them, which saves much time where programs start slowly.
     #[track_caller]
     pub fn ip(&self, lines: &[&str]) {
-        self.enter(|| ip(lines)).success();
+        let mut batch = tempfile::tempfile().expect("a temporary file");
+        batch.write_all((lines.join("\n") + "\n").as_bytes()).expect("to write a temporary file");
+        batch.rewind().expect("to rewind a temporary file");
+        let mut ran = self.enter(|| run_program(&["ip", "-batch", "-"], Stdio::from(batch)));
+        ran.stderr.insert_str(0, &format!("of {lines:?}: "));
+        ran.success();
     }
 
-    /// Returns a sysctl, by its path below `/proc/sys`, without the newline.
+    /// Returns a sysctl, by its path below `/proc/sys`, without the newline. It does not run `cat`:
+    /// starting programs would take most of the time of many tests.
     #[track_caller]
     pub fn sysctl(&self, path: &str) -> String {
-        self.enter(|| read_sysctl(path))
+        let path = format!("/proc/sys/{path}");
+        let text = self.enter(|| fs::read_to_string(&path)).unwrap_or_else(|error| panic!("to read {path}: {error}"));
+        text.trim_end().to_owned()
     }
 
     /// Sets a sysctl, by its path below `/proc/sys`.
     #[track_caller]
     pub fn set_sysctl(&self, path: &str, value: &str) {
-        self.enter(|| write_sysctl(path, value));
+        let path = format!("/proc/sys/{path}");
+        self.enter(|| fs::write(&path, value)).unwrap_or_else(|error| panic!("to write {value} to {path}: {error}"));
     }
 }
 
@@ -342,13 +360,8 @@ impl Ran {
     }
 }
 
-/// Runs a program in the calling thread's namespaces.
-fn run_program(argv: &[&str]) -> Ran {
-    run_with_stdin(argv, Stdio::null())
-}
-
-/// Runs a program with this stdin.
-fn run_with_stdin(argv: &[&str], stdin: Stdio) -> Ran {
+/// Runs a program in the calling thread's namespaces, with this stdin.
+fn run_program(argv: &[&str], stdin: Stdio) -> Ran {
     let mut command = Command::new(argv[0]);
     command.args(&argv[1..]).stdin(stdin);
     let output = command.output().unwrap_or_else(|error| panic!("to run `{}`: {error}", argv[0]));
@@ -359,62 +372,6 @@ fn run_with_stdin(argv: &[&str], stdin: Stdio) -> Ran {
         stdout: text(&output.stdout),
         stderr: text(&output.stderr),
     }
-}
-
-/// Repeats `attempt` until it succeeds.
-///
-/// # Panics
-/// If it does not succeed within 20 s.
-#[track_caller]
-fn repeat_until_success(attempt: impl Fn() -> Ran) {
-    let deadline = Instant::now() + crate::patience(Duration::from_secs(20));
-    loop {
-        let ran = attempt();
-        if ran.ok || Instant::now() > deadline {
-            ran.success();
-            return;
-        }
-    }
-}
-
-/// Parses the JSON that the program `argv` has printed.
-#[track_caller]
-fn parse(argv: &[&str], text: &str) -> Value {
-    if text.trim().is_empty() {
-        return Value::Null;
-    }
-    serde_json::from_str(text)
-        .unwrap_or_else(|error| panic!("`{}` did not print JSON: {error}: {text}", argv.join(" ")))
-}
-
-/// Returns the link of this name in the list that `ip -j` has printed.
-fn find_link(links: Value, name: &str) -> Option<Value> {
-    let Value::Array(links) = links else { return None };
-    links.into_iter().find(|link| link["ifname"] == name)
-}
-
-/// Runs one `ip` for all lines.
-fn ip(lines: &[&str]) -> Ran {
-    let mut batch = tempfile::tempfile().expect("a temporary file");
-    batch.write_all((lines.join("\n") + "\n").as_bytes()).expect("to write a temporary file");
-    batch.rewind().expect("to rewind a temporary file");
-    let mut ran = run_with_stdin(&["ip", "-batch", "-"], Stdio::from(batch));
-    ran.stderr.insert_str(0, &format!("of {lines:?}: "));
-    ran
-}
-
-/// Reads a sysctl of the calling thread's namespace. It does not run `cat`: starting programs would
-/// take most of the time of many tests.
-fn read_sysctl(path: &str) -> String {
-    let path = format!("/proc/sys/{path}");
-    let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("to read {path}: {error}"));
-    text.trim_end().to_owned()
-}
-
-/// Sets a sysctl of the calling thread's namespace.
-fn write_sysctl(path: &str, value: &str) {
-    let path = format!("/proc/sys/{path}");
-    fs::write(&path, value).unwrap_or_else(|error| panic!("to write {value} to {path}: {error}"));
 }
 
 /// Returns a path to an open file, which is valid as long as this process has the file open.

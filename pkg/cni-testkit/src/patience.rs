@@ -6,7 +6,8 @@
 //! repeat something do so less often.
 
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use crate::deviation;
 
@@ -46,4 +47,29 @@ pub fn crowd(count: usize) -> usize {
 /// If `CNI_TEST_SLOW` is not a number.
 pub fn rounds(count: u64) -> u64 {
     (count / u64::from(factor())).max(1)
+}
+
+/// Repeats `attempt` until it succeeds, and returns its value.
+///
+/// # Panics
+/// With the last error, if it does not succeed within 30 s.
+#[track_caller]
+pub fn retry<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
+    let deadline = Instant::now() + patience(Duration::from_secs(30));
+    loop {
+        match attempt() {
+            Ok(value) => return value,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+        sleep(Duration::from_millis(5));
+    }
+}
+
+/// Waits until `condition` holds.
+///
+/// # Panics
+/// With the name `what` of the condition, if it does not hold within 30 s.
+#[track_caller]
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    retry(|| if condition() { Ok(()) } else { Err(format!("never: {what}")) });
 }

@@ -113,12 +113,9 @@ pub fn kea6() -> Result<PathBuf, String> {
     program("dhcp-servers/kea-dhcp6-server/root", "usr/sbin/kea-dhcp6", missing)
 }
 
-/// Returns the path of a program of Prometheus that `scripts/test` has unpacked into the target
-/// folder: `promtool` or `prometheus-node-exporter`.
-pub fn prometheus(program: &str) -> Result<PathBuf, String> {
-    let found =
-        unpacked("prometheus/root/usr/bin")?.into_iter().map(|bin| bin.join(program)).find(|path| path.is_file());
-    found.ok_or_else(|| format!("no {program} in the target folder: scripts/test unpacks Debian's package there"))
+/// Returns the path of a program of Prometheus: `promtool` or `prometheus-node-exporter`.
+pub fn prometheus(name: &str) -> Result<PathBuf, String> {
+    program("prometheus/root", &format!("usr/bin/{name}"), &format!("no {name} (Debian's package)"))
 }
 
 /// Returns the path of etcd, beside which etcdctl lies.

@@ -8,8 +8,8 @@ use std::time::Duration;
 use std::{fs, thread};
 
 use cni_testkit::trace::{self, Act, Hit, Plan};
-use cni_testkit::{Attachment, Container, crowd, probe, require, rounds};
-use conformance::lan::{Lan, configure, until};
+use cni_testkit::{Attachment, Container, crowd, probe, require, rounds, wait_until};
+use conformance::lan::{Lan, configure};
 use conformance::measure::{Dice, figure, seed, soak};
 use conformance::patched;
 use nix::errno::Errno;
@@ -53,7 +53,7 @@ fn without_prefix(cidr: &str) -> String {
 
 /// Deletes an attachment as a runtime does: a failed DEL is repeated.
 fn detach(attachment: &Attachment<'_>, container: &Container) {
-    until("DEL succeeds", || attachment.invocation("DEL", None).run().status == Some(0));
+    wait_until("DEL succeeds", || attachment.invocation("DEL", None).run().status == Some(0));
     container.ip(&["address flush dev eth0 scope global"]);
 }
 
@@ -122,7 +122,7 @@ fn leases_survive(protocol: Protocol, lan: &Lan) {
             // At some moment during some ADD. A kill fails all calls that run, and most of them
             // should succeed.
             let ahead = left.load(Ordering::Relaxed).saturating_sub(2 + usize::try_from(dice.below(16)).unwrap());
-            until("ADDs go on", || left.load(Ordering::Relaxed) <= ahead || living.load(Ordering::Relaxed) == 0);
+            wait_until("ADDs go on", || left.load(Ordering::Relaxed) <= ahead || living.load(Ordering::Relaxed) == 0);
             thread::sleep(Duration::from_millis(dice.below(40)));
             daemon.lock().unwrap().take().unwrap().kill();
             *daemon.lock().unwrap() = Some(lan.daemon());
@@ -136,10 +136,10 @@ fn leases_survive(protocol: Protocol, lan: &Lan) {
     let mut held: Vec<String> = containers.iter().flat_map(|container| container.addresses("eth0")).collect();
     held.iter_mut().for_each(|address| *address = without_prefix(address));
     held.sort();
-    until("the server has leased what containers have", || lan.leased() == held);
+    wait_until("the server has leased what containers have", || lan.leased() == held);
     assert_eq!(recorded(lan), held);
     containers.iter().for_each(|container| detach(&protocol.attachment(lan, container), container));
-    until("the server has all addresses back", || lan.leased().is_empty());
+    wait_until("the server has all addresses back", || lan.leased().is_empty());
     assert_eq!(recorded(lan), [""; 0]);
 }
 
@@ -168,7 +168,7 @@ fn attempt((protocol, lan): (Protocol, &Lan), container: &Container, verb: &str,
     }
     attachment.del().success();
     assert!(recorded(lan).is_empty(), "DEL left a lease: {}", story());
-    until("the server has all addresses back", || lan.leased().is_empty());
+    wait_until("the server has all addresses back", || lan.leased().is_empty());
     container.ip(&["address flush dev eth0 scope global"]);
     (traced.all, traced.hit.is_some())
 }

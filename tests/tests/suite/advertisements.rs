@@ -1,8 +1,7 @@
 //! `acceptRa` and `enableSlaac`: whether a container's interface accepts the advertisements of IPv6
 //! routers.
 
-use cni_testkit::{Attachment, Node, probe, require};
-use conformance::lan::until;
+use cni_testkit::{Attachment, Node, probe, require, wait_until};
 use conformance::{VERSION, ipam, layer2, patched, router, uplink};
 use serde_json::{Value, json};
 
@@ -30,7 +29,7 @@ fn a_router_gives_no_address_to_an_interface_that_refuses() {
     other.add().success();
     let _router = router::radvd(&node, &outside, "AdvRASolicitedUnicast off; prefix 2001:db8:1::/64 { };");
     let advertised = |address: &String| address.starts_with("2001:db8:1:");
-    until("the interface without the key gets an address", || open.addresses("eth0").iter().any(advertised));
+    wait_until("the interface without the key gets an address", || open.addresses("eth0").iter().any(advertised));
     assert!(!closed.addresses("eth0").iter().any(advertised), "{:?}", closed.addresses("eth0"));
     assert_eq!(closed.exec(&["ip", "-6", "route", "show", "default"]), "");
     attachment.check(&result).success();

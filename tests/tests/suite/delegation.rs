@@ -4,9 +4,9 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use cni_testkit::{Invocation, Node, Outcome};
+use cni_testkit::{Invocation, Node, Outcome, wait_until};
 use conformance::{attach, bridge, patched};
 use serde_json::{Value, json};
 
@@ -18,11 +18,8 @@ pub(crate) fn executable(node: &Node, name: &str, script: &str) -> PathBuf {
 
 /// Waits until a file that a delegate writes is there and not empty.
 pub(crate) fn wait_for(path: &Path) {
-    let deadline = Instant::now() + cni_testkit::patience(Duration::from_secs(10));
-    while !fs::metadata(path).is_ok_and(|meta| meta.len() > 0) {
-        assert!(Instant::now() < deadline, "{} never came", path.display());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let has_content = || fs::metadata(path).is_ok_and(|meta| meta.len() > 0);
+    wait_until(&format!("{} has content", path.display()), has_content);
 }
 
 const ADDRESS: &str = r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.0.9/24","gateway":"10.1.0.1"}]}"#;

@@ -3,8 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cni_testkit::trace::{self, Act, Plan};
-use cni_testkit::{Attachment, Container, Node, patience, probe, require, rounds};
-use conformance::lan::until;
+use cni_testkit::{Attachment, Container, Node, patience, probe, require, rounds, wait_until};
 use conformance::{VERSION, VERSIONS, addresses, ipam, patched, router, uplink};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
@@ -25,7 +24,7 @@ fn macvlan(keys: Value) -> Value {
 /// The link-local address of a router's interface.
 fn link_local(router: &Container) -> String {
     let mut found = None;
-    until("the router has a link-local address", || {
+    wait_until("the router has a link-local address", || {
         let shown = router.exec(&["ip", "-6", "-o", "address", "show", "dev", "eth0", "scope", "link", "-tentative"]);
         found = shown.split_whitespace().find(|word| word.starts_with("fe80:")).map(str::to_owned);
         found.is_some()
@@ -198,7 +197,7 @@ fn two_routers_are_two_default_routes() {
     let gateways: Vec<String> = routers.iter().map(link_local).collect();
     let gateway = result["ips"][0]["gateway"].as_str().unwrap();
     assert!(gateways.iter().any(|one| one == gateway), "{gateways:?} {result}");
-    until("both routers are in use", || {
+    wait_until("both routers are in use", || {
         container.exec(&["ip", "-6", "route", "show", "default"]).matches("fe80:").count() == 2
     });
     attachment.check(&result).success();
@@ -217,7 +216,7 @@ fn the_router_of_the_highest_preference_is_the_gateway() {
         };
         let _radvd = [advertise(0), advertise(1)];
         // ADD does not wait for a second router.
-        until("both routers have answered", || {
+        wait_until("both routers have answered", || {
             let container = node.container();
             let attachment = Attachment::new(&node, &container, bridge(json!({})));
             let result = attachment.add().success();
@@ -289,7 +288,7 @@ fn a_failed_chained_add_restores_the_interface() {
     let patient = second.clone().config(json!({"cniVersion": VERSION, "name": "net1", "type": "slaac", "timeout": 50}));
     let mut started = patient.invocation("ADD", Some(&prev)).start();
     started.release();
-    until("it waits", || container.sysctl("net/ipv6/conf/eth0/accept_ra") == "2");
+    wait_until("it waits", || container.sysctl("net/ipv6/conf/eth0/accept_ra") == "2");
     started.terminate();
     started.finish().fails_with(11, "");
     assert_eq!(state(), before);
@@ -348,7 +347,7 @@ fn a_killed_add_leaves_nothing_that_del_misses() {
     for _ in 0..3 {
         let mut started = attachment.invocation("ADD", None).start();
         started.release();
-        until("slaac waits", || {
+        wait_until("slaac waits", || {
             let read = container.run(&["cat", "/proc/sys/net/ipv6/conf/eth0/accept_ra"]);
             read.ok && read.stdout.trim() == "2"
         });

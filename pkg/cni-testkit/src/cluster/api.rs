@@ -68,14 +68,9 @@ impl fmt::Debug for ApiServer {
     }
 }
 
-impl Default for ApiServer {
-    fn default() -> ApiServer {
-        ApiServer::new()
-    }
-}
-
 impl ApiServer {
     /// Creates a server without objects, with the certificate of 127.0.0.1. It does not listen yet.
+    #[expect(clippy::new_without_default, reason = "creating it has side effects")]
     pub fn new() -> ApiServer {
         let authority = Authority::new();
         let certificate = authority.issue("/CN=kube-apiserver", "IP:127.0.0.1,DNS:kubernetes");

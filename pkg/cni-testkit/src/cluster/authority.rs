@@ -34,17 +34,12 @@ pub struct Authority {
     issued: AtomicUsize,
 }
 
-impl Default for Authority {
-    fn default() -> Authority {
-        Authority::new()
-    }
-}
-
 impl Authority {
     /// Creates an authority.
     ///
     /// # Panics
     /// If openssl cannot be run or fails.
+    #[expect(clippy::new_without_default, reason = "creating it has side effects")]
     pub fn new() -> Authority {
         let authority = Authority { folder: tempfile::tempdir().unwrap(), issued: AtomicUsize::new(0) };
         fs::write(authority.path("conf"), CONF).unwrap();

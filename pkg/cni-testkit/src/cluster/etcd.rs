@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -11,7 +10,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::Authority;
-use crate::{Container, Node, patience, probe};
+use crate::{Container, Node, probe, retry};
 
 /// The members of one etcd. Each is a process in a network namespace of its own, with the address
 /// 10.99.0.1, 10.99.0.2 or 10.99.0.3 on a bridge of the node. The node has 10.99.0.100.
@@ -82,11 +81,7 @@ impl Etcd<'_> {
     /// # Panics
     /// If a member does not answer within 30 s.
     pub fn wait(&self) {
-        let deadline = Instant::now() + patience(Duration::from_secs(30));
-        while let Err(error) = self.try_control(&["endpoint", "health"]) {
-            assert!(Instant::now() < deadline, "etcd does not answer: {error}");
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        retry(|| self.try_control(&["endpoint", "health"]).map_err(|error| format!("etcd does not answer: {error}")));
     }
 
     /// Kills a member.

@@ -2,11 +2,11 @@
 
 use std::fs;
 
-use cni_testkit::{Attachment, Container, bin_dir, go_bin_dir, probe, require};
+use cni_testkit::{Attachment, Container, bin_dir, go_bin_dir, probe, require, wait_until};
 use conformance::VERSION;
 use serde_json::{Value, json};
 
-use super::{Lan, Process, until};
+use super::{Lan, Process};
 
 /// Writes what libcni remembers of an attachment to the node's cache. Before libcni 1.2 that has no
 /// namespace.
@@ -66,8 +66,8 @@ fn a_lease_of_the_go_daemon_is_adopted_and_released() {
     let (attachment, result) = leased_by_go(&lan, &container, true);
     let (acks, before) = (lan.log().matches(" DHCPACK(lan) 192.168.1.5 ").count(), searches(&lan));
     let daemon = lan.daemon();
-    until("the server has confirmed the lease", || lan.log().matches(" DHCPACK(lan) 192.168.1.5 ").count() > acks);
-    until("the lease is recorded", || is_adopted(&lan));
+    wait_until("the server has confirmed the lease", || lan.log().matches(" DHCPACK(lan) 192.168.1.5 ").count() > acks);
+    wait_until("the lease is recorded", || is_adopted(&lan));
     attachment.check(&result).success();
     // From here on it is a lease like others.
     daemon.kill();
@@ -75,7 +75,7 @@ fn a_lease_of_the_go_daemon_is_adopted_and_released() {
     attachment.check(&result).success();
     assert_eq!(searches(&lan), before, "no new search");
     del(&lan, &attachment, &container);
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -86,9 +86,9 @@ fn a_lease_is_adopted_from_a_cache_without_namespaces() {
     let container = lan.node.container();
     let (attachment, _) = leased_by_go(&lan, &container, false);
     let _daemon = lan.daemon();
-    until("the lease is recorded", || is_adopted(&lan));
+    wait_until("the lease is recorded", || is_adopted(&lan));
     del(&lan, &attachment, &container);
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -103,10 +103,10 @@ fn an_adopted_lease_behind_an_ipv6_address_changes_no_route() {
     container.exec(&["ip", "route", "del", "default"]);
     let before = container.exec(&["ip", "route"]);
     let _daemon = lan.daemon();
-    until("the lease is recorded", || is_adopted(&lan));
+    wait_until("the lease is recorded", || is_adopted(&lan));
     assert_eq!(container.exec(&["ip", "route"]), before);
     del(&lan, &attachment, &container);
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -120,9 +120,9 @@ fn an_adopted_address_that_is_refused_is_replaced() {
     fs::remove_file(lan.node.dir().join("leases")).unwrap();
     lan.serve_from(20);
     let _daemon = lan.daemon();
-    until("the interface has another address", || container.addresses("eth0") == ["192.168.1.20/24"]);
+    wait_until("the interface has another address", || container.addresses("eth0") == ["192.168.1.20/24"]);
     del(&lan, &attachment, &container);
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_lease_that_another_daemon_keeps_is_not_adopted() {
     let other = lan.node.dir().join("other.sock");
     let argv = [&program, "daemon", "-socketpath", other.to_str().unwrap()];
     let _daemon = Process::start(&lan.node, "daemon.log", &argv);
-    until("the daemon listens", || std::os::unix::net::UnixStream::connect(&other).is_ok());
+    wait_until("the daemon listens", || std::os::unix::net::UnixStream::connect(&other).is_ok());
     // Its answer comes after it has looked at the cache.
     let ipam = json!({"type": "dhcp", "daemonSocketPath": other});
     let config = json!({"cniVersion": VERSION, "name": "net1", "type": "dhcp", "ipam": ipam});

@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::{fs, thread};
 
-use cni_testkit::{Attachment, bin_dir, probe, require};
+use cni_testkit::{Attachment, bin_dir, probe, require, wait_until};
 use conformance::{VERSION, VERSIONS};
 use serde_json::{Value, json};
 
-use super::{Lan, Process, configure, until};
+use super::{Lan, Process, configure};
 
 /// Ends a daemon as systemd does.
 fn terminate(lan: &Lan, mut daemon: Process) {
@@ -34,7 +34,7 @@ fn sigterm_keeps_the_leases_unless_a_flag_releases_them() {
     let daemon = lan.daemon_of(&bin_dir(), &["--release-on-exit"]);
     attachment.check(&result).success();
     terminate(&lan, daemon);
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     assert_eq!(fs::read_dir(lan.node.dir().join("dhcp")).unwrap().count(), 0, "no record");
     attachment.del().success();
 }
@@ -63,7 +63,7 @@ fn the_socket_of_systemd_is_used_and_stays() {
     UnixStream::connect(&socket).unwrap();
     let daemon = start(1);
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     terminate(&lan, daemon);
     let mut refused = start(2);
     assert!(!refused.0.wait().unwrap().success());
@@ -89,9 +89,9 @@ fn a_prefix_precedes_the_socket_and_the_namespaces() {
         [&program, "daemon", "--hostprefix", &prefix_text, "--socketpath=/run/d.sock", "-pidfile", &pidfile_text];
     let daemon = Process::start(&lan.node, "daemon.log", &argv);
     let socket = prefix.join("run/d.sock");
-    until("the daemon listens", || UnixStream::connect(&socket).is_ok());
-    until("the pidfile is written", || pidfile.exists());
-    until("its number is in it", || fs::read_to_string(&pidfile).unwrap() == daemon.0.id().to_string());
+    wait_until("the daemon listens", || UnixStream::connect(&socket).is_ok());
+    wait_until("the pidfile is written", || pidfile.exists());
+    wait_until("its number is in it", || fs::read_to_string(&pidfile).unwrap() == daemon.0.id().to_string());
     let ipam = json!({"type": "dhcp", "daemonSocketPath": socket});
     let config = json!({"cniVersion": VERSION, "name": "net1", "type": "dhcp", "ipam": ipam});
     let inside = folder.join(Path::new(&netns).file_name().unwrap()).display().to_string();
@@ -99,7 +99,7 @@ fn a_prefix_precedes_the_socket_and_the_namespaces() {
     configure(&container, "eth0", &attachment.add().success());
     assert!(prefix.join("run/d").is_dir(), "the records are below the prefix");
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     terminate(&lan, daemon);
     assert!(!pidfile.exists() && !socket.exists());
 }
@@ -130,5 +130,5 @@ fn every_version_is_spoken() {
             });
         }
     });
-    until("the server has all addresses back", || lan.leased().is_empty());
+    wait_until("the server has all addresses back", || lan.leased().is_empty());
 }

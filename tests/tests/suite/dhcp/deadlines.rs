@@ -7,9 +7,9 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Attachment, bin_dir, patience, probe, require};
+use cni_testkit::{Attachment, bin_dir, patience, probe, require, wait_until};
 use conformance::VERSION;
-use conformance::lan::{Lan, Process, until};
+use conformance::lan::{Lan, Process};
 use serde_json::json;
 
 use super::wire::{DISCOVER, Wire};
@@ -81,7 +81,7 @@ fn a_search_ends_with_the_plugin_that_asked_for_it() {
     started.release();
     wire.next(DISCOVER);
     lan.node.exec(&["kill", "-KILL", &started.pid().to_string()]);
-    until("the search ends", || daemon_log(&lan).contains("the plugin has ended, so the search for a lease ends"));
+    wait_until("the search ends", || daemon_log(&lan).contains("the plugin has ended, so the search for a lease ends"));
     while wire.received().is_some() {}
     thread::sleep(Duration::from_secs(2));
     assert!(wire.received().is_none(), "nothing more is sent");
@@ -117,7 +117,7 @@ fn idle_connections_stop_no_add_and_are_closed() {
     let (program, socket) = (bin_dir().join("dhcp").display().to_string(), lan.socket().display().to_string());
     let script = "ulimit -Sn 1024; exec \"$0\" daemon -socketpath \"$1\"";
     let _daemon = Process::start(&lan.node, "daemon.log", &["sh", "-c", script, &program, &socket]);
-    until("the daemon listens", || UnixStream::connect(lan.socket()).is_ok());
+    wait_until("the daemon listens", || UnixStream::connect(lan.socket()).is_ok());
     let idle: Vec<UnixStream> = (0..1100).map(|_| UnixStream::connect(lan.socket()).unwrap()).collect();
     let container = lan.container(&["eth0"]);
     let attachment = lan.attachment(&container);

@@ -8,8 +8,8 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::thread;
 
-use cni_testkit::{Container, bin_dir, go_bin_dir, probe, require};
-use conformance::lan::{Lan, Process, configure, until};
+use cni_testkit::{Container, bin_dir, go_bin_dir, probe, require, wait_until};
+use conformance::lan::{Lan, Process, configure};
 use conformance::patched;
 use serde_json::json;
 
@@ -34,7 +34,7 @@ fn an_add_in_a_new_namespace_takes_a_new_lease() {
     assert_eq!((lan.searched(), lan.records()), (found, 1));
     old.destroy();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     assert_eq!(new.addresses("eth0"), [""; 0]);
 }
 
@@ -57,7 +57,7 @@ fn an_interface_that_was_replaced_takes_a_new_lease() {
     configure(&container, "eth0", &result);
     attachment.check(&result).success();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn a_mac_that_is_changed_later_keeps_the_lease() {
     attachment.check(&result).success();
     assert_eq!(lan.searched(), before, "no new search");
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 /// A stopped daemon: the kernel still accepts connections for it.
@@ -145,7 +145,7 @@ fn the_socket_is_for_root_alone_whatever_the_umask() {
     let (program, socket) = (bin_dir().join("dhcp").display().to_string(), lan.socket().display().to_string());
     let script = "umask 0; exec \"$0\" daemon -socketpath \"$1\"";
     let _daemon = Process::start(&lan.node, "daemon.log", &["sh", "-c", script, &program, &socket]);
-    until("the daemon listens", || lan.socket().exists());
+    wait_until("the daemon listens", || lan.socket().exists());
     assert_eq!(fs::metadata(lan.socket()).unwrap().permissions().mode() & 0o777, 0o600);
     let attachment = lan.attachment(&lan.container(&["eth0"]));
     let config = patched(attachment.config.clone(), json!({"cniVersion": "1.1.0"}));

@@ -6,8 +6,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use cni_testkit::{bin_dir, probe, require};
-use conformance::lan::{Lan, Process, until};
+use cni_testkit::{bin_dir, probe, require, wait_until};
+use conformance::lan::{Lan, Process};
 
 /// The content of the files of another program.
 const FOREIGN: &str = "a program";
@@ -65,7 +65,7 @@ fn a_socket_path_that_is_not_a_socket_is_refused_and_kept() {
     let dead = lan.node.dir().join("dead").display().to_string();
     let program = bin_dir().join("dhcp").display().to_string();
     let _daemon = Process::start(&lan.node, "daemon.log", &[&program, "daemon", "-socketpath", &dead]);
-    until("the daemon listens", || std::os::unix::net::UnixStream::connect(&dead).is_ok());
+    wait_until("the daemon listens", || std::os::unix::net::UnixStream::connect(&dead).is_ok());
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn a_pid_file_of_another_program_is_refused_and_kept() {
     // The file of an earlier daemon is replaced.
     let path = lan.node.file("pid", "4711\n");
     let daemon = lan.daemon_of(&bin_dir(), &["-pidfile", &path.display().to_string()]);
-    until("the process ID is written", || {
+    wait_until("the process ID is written", || {
         fs::read_to_string(&path).is_ok_and(|text| text == daemon.0.id().to_string())
     });
 }
@@ -111,7 +111,7 @@ fn at_its_end_the_daemon_removes_only_its_own_files() {
     let lan = Lan::silent();
     let pid_file = lan.node.dir().join("pid");
     let mut daemon = lan.daemon_of(&bin_dir(), &["-pidfile", &pid_file.display().to_string()]);
-    until("the PID file is there", || pid_file.exists());
+    wait_until("the PID file is there", || pid_file.exists());
     for path in [lan.socket(), pid_file.clone()] {
         fs::rename(&path, path.with_extension("moved")).unwrap();
         fs::write(path, FOREIGN).unwrap();
@@ -130,7 +130,7 @@ fn records_are_for_root_alone_and_written_through_no_link() {
     let (program, socket) = (bin_dir().join("dhcp").display().to_string(), lan.socket().display().to_string());
     let script = "umask 0; exec \"$0\" daemon -socketpath \"$1\"";
     let _daemon = Process::start(&lan.node, "daemon.log", &["sh", "-c", script, &program, &socket]);
-    until("the daemon listens", || lan.socket().exists());
+    wait_until("the daemon listens", || lan.socket().exists());
     let container = lan.container(&["eth0"]);
     let attachment = lan.attachment(&container);
     attachment.add().success();

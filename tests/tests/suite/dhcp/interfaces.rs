@@ -1,10 +1,10 @@
 //! dhcp behind the plugins that create the interface: the release leaves before the link goes.
 
-use cni_testkit::{Attachment, Container, bin_dir, probe, report_errors, require};
+use cni_testkit::{Attachment, Container, bin_dir, probe, report_errors, require, wait_until};
 use conformance::VERSION;
 use serde_json::{Value, json};
 
-use super::{Lan, until};
+use super::Lan;
 
 /// An attachment whose interface this plugin creates on the bridge `lan`.
 fn attachment<'n>(lan: &'n Lan, container: &Container, plugin: &str) -> Attachment<'n> {
@@ -32,7 +32,7 @@ fn del_releases_at_the_server(plugin: &str) {
     assert_eq!(container.addresses("eth0"), ["192.168.1.5/24"]);
     attachment.check(&result).success();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     assert!(container.link("eth0").is_none());
     attachment.del().success();
 }
@@ -58,7 +58,7 @@ fn an_add_that_fails_releases_at_the_server() {
     let container = lan.node.container();
     attachment(&lan, &container, "bridge").add().failure();
     assert!(lan.log().contains(" DHCPACK(lan) 192.168.1.5 "));
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     assert!(container.link("eth0").is_none());
 }
 
@@ -114,7 +114,7 @@ fn cnitool_shows_leases_and_their_last_errors() {
     lan.stop();
     lan.age(130);
     let _daemon = lan.daemon();
-    until("the loss is shown", || lease()["lastError"] == "the lease of 192.168.1.5 is lost");
+    wait_until("the loss is shown", || lease()["lastError"] == "the lease of 192.168.1.5 is lost");
     attachment.del().success();
     assert_eq!(shown(&[]), "No lease is recorded.\n");
 }

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::time::Duration;
 
-use cni_testkit::{Attachment, Container, bin_dir, crowd, go_bin_dir, probe, require};
-use conformance::lan::{Lan, until};
+use cni_testkit::{Attachment, Container, bin_dir, crowd, go_bin_dir, probe, require, wait_until};
+use conformance::lan::Lan;
 use conformance::{VERSION, patched, router};
 use serde_json::{Value, json};
 
@@ -55,7 +55,7 @@ fn a_lease_from_its_add_to_its_del(lan: &Lan, granted: impl Fn() -> usize, resta
     assert_eq!(globals(&container), "", "the interface plugin adds the address");
     let address = configure(&container, &result);
     assert!(address.starts_with("2001:db8:1::"), "{address}");
-    until("the server has the lease", || lan.leased() == [address.as_str()]);
+    wait_until("the server has the lease", || lan.leased() == [address.as_str()]);
     assert_eq!(attachment.add().success(), result, "a repeated ADD has the same lease");
     // T1 is at 60 s.
     daemon.kill();
@@ -63,10 +63,10 @@ fn a_lease_from_its_add_to_its_del(lan: &Lan, granted: impl Fn() -> usize, resta
     lan.age(70);
     let before = granted();
     let _daemon = lan.daemon();
-    until("the server has renewed it", || granted() > before);
+    wait_until("the server has renewed it", || granted() > before);
     attachment.check(&result).success();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     assert_eq!((lan.records(), globals(&container)), (0, String::new()));
     attachment.del().success();
 }
@@ -97,7 +97,7 @@ fn kea_offers_before_it_leases() {
     configure(&container, &attachment.add().success());
     assert!(lan.log().contains("DHCP6_LEASE_ADVERT"), "an offer was selected");
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn both_protocols_have_their_lease_and_routes() {
     attachment.del().fails_naming(11, &["the attachment has a lease"]);
     let _daemon = lan.daemon();
     attachment.gc(&[]).success();
-    until("the server has both addresses back", || lan.leased().is_empty());
+    wait_until("the server has both addresses back", || lan.leased().is_empty());
     assert_eq!(lan.records(), 0);
 }
 
@@ -137,7 +137,7 @@ fn a_silent_ipv6_server_fails_the_add_and_frees_ipv4() {
     let container = lan.container(&["eth0"]);
     let both = attachment(&lan, &container, json!({"ipv6": "stateful"}));
     both.add().fails_naming(11, &["error calling DHCP.AllocateIPv6: no more tries", "eth0: no DHCP server answered"]);
-    until("the server has the IPv4 address back", || lan.leased().is_empty());
+    wait_until("the server has the IPv4 address back", || lan.leased().is_empty());
     assert_eq!(lan.records(), 0);
     both.del().success();
 }
@@ -151,11 +151,11 @@ fn sigterm_during_the_ipv6_search_releases_ipv4() {
     let both = attachment(&lan, &container, json!({"ipv6": "stateful"}));
     let mut started = both.invocation("ADD", None).start();
     started.release();
-    until("the IPv4 address is leased", || daemon_log(&lan).contains(" is leased by "));
+    wait_until("the IPv4 address is leased", || daemon_log(&lan).contains(" is leased by "));
     started.terminate();
     let output = started.finish();
     output.fails_naming(11, &["error calling DHCP.AllocateIPv6", "interrupted by a signal"]);
-    until("the server has the IPv4 address back", || lan.leased().is_empty());
+    wait_until("the server has the IPv4 address back", || lan.leased().is_empty());
     assert_eq!((lan.records(), output.stderr.as_str()), (0, ""));
 }
 
@@ -213,7 +213,7 @@ fn stateless_dhcpv6_brings_name_servers_only() {
     assert_eq!(lan.records(), 1, "that of the IPv4 lease");
     attachment.check(&result).success();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn slaac_follows_a_stateless_dhcp_in_the_list() {
     for attachment in [&second, &first] {
         attachment.del_with(&result).success();
     }
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -257,7 +257,7 @@ fn an_address_of_another_host_is_declined() {
     let address = configure(&container, &attachment.add().success());
     assert_ne!(address, "2001:db8:1::5");
     assert!(daemon_log(&lan).contains("another host on the link has 2001:db8:1::5"), "{}", daemon_log(&lan));
-    until("the server knows", || lan.log().contains("DHCP6_DECLINE_LEASE"));
+    wait_until("the server knows", || lan.log().contains("DHCP6_DECLINE_LEASE"));
     attachment.del().success();
 }
 
@@ -329,7 +329,7 @@ fn two_hundred_containers_have_ipv6_leases() {
     let distinct: BTreeSet<String> = lan.leased().into_iter().collect();
     assert_eq!((distinct.len(), lan.records()), (crowd, crowd));
     for_each(&containers, |container| drop(stateful(&lan, container).del().success()));
-    until("the server has all addresses back", || lan.leased().is_empty());
+    wait_until("the server has all addresses back", || lan.leased().is_empty());
     assert_eq!(lan.records(), 0);
 }
 
@@ -348,7 +348,7 @@ fn a_killed_add_leaves_what_a_del_releases() {
         lan.node.run(&["kill", "-KILL", &started.pid().to_string()]);
         drop(started);
         attachment.del().success();
-        until("the server has no lease", || lan.leased().is_empty());
+        wait_until("the server has no lease", || lan.leased().is_empty());
         assert_eq!((lan.records(), globals(&container)), (0, String::new()), "after {milliseconds} ms");
     }
 }
@@ -365,10 +365,10 @@ fn bridge_gives_the_container_the_ipv6_lease() {
     let result = attachment.add().success();
     let address = result["ips"][1]["address"].as_str().unwrap().to_owned();
     assert!(globals(&container).contains(&address), "{}", globals(&container));
-    until("the router comes from its advertisements", || {
+    wait_until("the router comes from its advertisements", || {
         container.exec(&["ip", "-6", "route", "show", "default"]).contains("proto ra")
     });
     attachment.check(&result).success();
     attachment.del_with(&result).success();
-    until("the server has both addresses back", || lan.leased().is_empty());
+    wait_until("the server has both addresses back", || lan.leased().is_empty());
 }

@@ -1,7 +1,7 @@
 //! dhcp behind ipvlan and vlan, which need a kernel that has them.
 
-use cni_testkit::{Attachment, bin_dir, probe, require};
-use conformance::lan::{Lan, Server, until};
+use cni_testkit::{Attachment, bin_dir, probe, require, wait_until};
+use conformance::lan::{Lan, Server};
 use conformance::{VERSION, patched};
 use serde_json::{Value, json};
 
@@ -20,11 +20,11 @@ fn leases_for(lan: &Lan, keys: Value, flags: &[&str], begin: &str) {
     let shown = container.exec(&["ip", "-o", "address", "show", "dev", "eth0", "scope", "global"]);
     assert!(shown.contains(&format!(" {cidr} ")), "{shown}");
     let address = cidr.split('/').next().unwrap();
-    until("the server has the lease", || lan.leased() == [address]);
+    wait_until("the server has the lease", || lan.leased() == [address]);
     attachment.check(&result).success();
     attachment.del_with(&result).success();
     assert!(container.link("eth0").is_none());
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     assert_eq!(lan.records(), 0);
 }
 

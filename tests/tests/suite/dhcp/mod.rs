@@ -18,8 +18,8 @@ mod wire6;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cni_testkit::{bin_dir, go_bin_dir, probe, require};
-use conformance::lan::{Lan, Process, configure, until};
+use cni_testkit::{bin_dir, go_bin_dir, probe, require, wait_until};
+use conformance::lan::{Lan, Process, configure};
 use conformance::{VERSION, patched};
 use serde_json::json;
 
@@ -36,9 +36,9 @@ fn add_leases_an_address_and_del_releases_it_at_the_server() {
     configure(&container, "eth0", &result);
     assert_eq!(attachment.add().success(), result, "a repeated ADD has the same lease");
     attachment.check(&result).success();
-    until("the server has the lease", || lan.leased() == ["192.168.1.5"]);
+    wait_until("the server has the lease", || lan.leased() == ["192.168.1.5"]);
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
     attachment.del().success();
 }
 
@@ -79,7 +79,7 @@ fn several_dels_at_once_succeed() {
     let started = [(); 3].map(|()| attachment.invocation("DEL", None).start());
     started.into_iter().for_each(|started| drop(started.finish().success()));
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -94,7 +94,7 @@ fn del_releases_the_lease_whatever_the_configuration_says() {
     let attachment = attachment.config(bad);
     attachment.add().failure();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -131,11 +131,11 @@ fn a_lease_is_renewed_after_t1_and_after_t2() {
         daemon = lan.daemon();
         // The record too, which the server's log does not show.
         let recorded = || fs::read_to_string(lan.node.dir().join("daemon.log")).unwrap().contains(" is leased by ");
-        until("it has been renewed", || requests() > acked && recorded());
+        wait_until("it has been renewed", || requests() > acked && recorded());
     }
     assert_eq!(found(), before, "no new search");
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -152,9 +152,9 @@ fn an_expired_lease_is_replaced_by_another() {
     daemon.kill();
     lan.age(130);
     let _daemon = lan.daemon();
-    until("it has been looked for", || found() > before);
-    until("there is a lease again", || container.addresses("eth0") == ["192.168.1.5/24"]);
-    until("it is known", || attachment.invocation("CHECK", Some(&result)).run().json.is_none());
+    wait_until("it has been looked for", || found() > before);
+    wait_until("there is a lease again", || container.addresses("eth0") == ["192.168.1.5/24"]);
+    wait_until("it is known", || attachment.invocation("CHECK", Some(&result)).run().json.is_none());
     attachment.del().success();
 }
 
@@ -176,7 +176,7 @@ fn a_killed_daemon_continues_its_leases_after_a_restart() {
     assert_eq!(attachment.add().success(), result);
     assert_eq!(found(), before, "no new search");
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -220,8 +220,8 @@ fn a_daemon_keeps_no_namespace_open_and_forgets_gone_ones() {
     let records = || fs::read_dir(lan.node.dir().join("dhcp")).unwrap().count();
     assert_eq!(records(), 1);
     container.destroy();
-    until("the host's end has gone", || lan.node.link("h0eth0").is_none());
-    until("the record has gone", || records() == 0);
+    wait_until("the host's end has gone", || lan.node.link("h0eth0").is_none());
+    wait_until("the record has gone", || records() == 0);
     attachment.del().success();
 }
 
@@ -240,7 +240,7 @@ fn gc_releases_the_leases_of_invalid_attachments() {
         attachment
     });
     attachments[0].gc(&[(&containers[1].id, "eth0")]).success();
-    until("one address is free", || lan.leased() == ["192.168.1.6"]);
+    wait_until("one address is free", || lan.leased() == ["192.168.1.6"]);
     attachments[1].del().success();
 }
 
@@ -264,7 +264,7 @@ fn the_go_plugin_works_with_this_daemon() {
     require!(probe::dnsmasq().map(drop));
     require!(probe::go_plugins());
     let (lan, _daemon) = together(go_bin_dir(), &bin_dir());
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! cnitool's verbs for a node with dhcp: validate, inspect, doctor.
 
-use cni_testkit::{Container, Invocation, Outcome, bin_dir, probe, report_errors, require};
+use cni_testkit::{Container, Invocation, Outcome, bin_dir, probe, report_errors, require, wait_until};
 use serde_json::{Value, json};
 
-use super::{Lan, configure, until};
+use super::{Lan, configure};
 
 /// Configures the network `net1`: dhcp on the bridge.
 fn network(lan: &Lan, keys: Value) -> String {
@@ -90,7 +90,7 @@ fn inspect_shows_an_attachments_lease() {
     lan.stop();
     lan.age(130);
     let _daemon = lan.daemon();
-    until("the loss is shown", || cnitool(&lan, &["inspect"]).stdout.contains("the lease of 192.168.1.5 is lost"));
+    wait_until("the loss is shown", || cnitool(&lan, &["inspect"]).stdout.contains("the lease of 192.168.1.5 is lost"));
     says(
         &cnitool(&lan, &["inspect"]),
         &["! lease        192.168.1.5/24, server 192.168.1.1, expiry 0 s  [", ": the lease of 192.168.1.5 is lost"],
@@ -132,6 +132,6 @@ fn a_lease_without_an_attachment_is_left_over_until_released() {
         let argv = [&["env"][..], &variables.each_ref().map(String::as_str), &["sh", "-c", command]].concat();
         lan.node.exec(&argv);
         assert_eq!(lan.records(), 0);
-        until("the server has the address back", || lan.leased().is_empty());
+        wait_until("the server has the address back", || lan.leased().is_empty());
     }
 }

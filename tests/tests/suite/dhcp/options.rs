@@ -1,8 +1,8 @@
 //! dhcp: the MTU of the server, routes with host bits, and routes of the configuration.
 
-use cni_testkit::{Attachment, Container, probe, require};
+use cni_testkit::{Attachment, Container, probe, require, wait_until};
 use conformance::VERSION;
-use conformance::lan::{Lan, until};
+use conformance::lan::Lan;
 use serde_json::{Value, json};
 
 use super::wire::Wire;
@@ -70,7 +70,7 @@ fn a_requested_interface_mtu_is_set_within_the_limits() {
         assert_eq!(result["routes"][0]["mtu"], route, "{keys} {server}");
         attachment.check(&result).success();
         attachment.del().success();
-        until("the server has the address back", || lan.leased().is_empty());
+        wait_until("the server has the address back", || lan.leased().is_empty());
     }
 }
 
@@ -115,6 +115,6 @@ fn routes_of_the_configuration_are_added_to_those_of_the_lease() {
     daemon.kill();
     lan.age(130);
     let _daemon = lan.daemon();
-    until("the routes are there again", || container.addresses("eth0") == ["192.168.1.5/24"] && complete());
+    wait_until("the routes are there again", || container.addresses("eth0") == ["192.168.1.5/24"] && complete());
     attachment.del().success();
 }

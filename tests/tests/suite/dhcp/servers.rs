@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use cni_testkit::{Container, bin_dir, crowd, require};
-use conformance::lan::{Lan, Server, configure, until};
+use cni_testkit::{Container, bin_dir, crowd, require, wait_until};
+use conformance::lan::{Lan, Server, configure};
 use serde_json::json;
 
 /// Lease, renewal, release, each as the server has it.
@@ -19,17 +19,17 @@ fn a_lease_from_its_add_to_its_del(kind: Server) {
     let result = attachment.add().success();
     assert_eq!(result["ips"][0], json!({"address": "192.168.1.5/24", "gateway": "192.168.1.1"}));
     configure(&container, "eth0", &result);
-    until("the server has the lease", || lan.leased() == ["192.168.1.5"]);
+    wait_until("the server has the lease", || lan.leased() == ["192.168.1.5"]);
     // T1 is at 60 s. The server is another process by then, and knows the lease from its file.
     daemon.kill();
     lan.serve_for(&[]);
     lan.age(70);
     let _daemon = lan.daemon();
-    until("the server has renewed it", || lan.granted("192.168.1.5") == 1);
+    wait_until("the server has renewed it", || lan.granted("192.168.1.5") == 1);
     assert_eq!(lan.searched(), 0, "no new search");
     attachment.check(&result).success();
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -57,10 +57,10 @@ fn a_refused_renewal(kind: Server) {
     lan.serve_for(&[(mac.as_str().unwrap(), "192.168.1.50")]);
     lan.age(70);
     let _daemon = lan.daemon();
-    until("the interface has another address", || container.addresses("eth0") == ["192.168.1.50/24"]);
-    until("the server has that lease alone", || lan.leased() == ["192.168.1.50"]);
+    wait_until("the interface has another address", || container.addresses("eth0") == ["192.168.1.50/24"]);
+    wait_until("the server has that lease alone", || lan.leased() == ["192.168.1.50"]);
     attachment.del().success();
-    until("the server has the address back", || lan.leased().is_empty());
+    wait_until("the server has the address back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn interfaces_in_two_networks_have_the_lease_of_each() {
     let addresses = both.each_ref().map(|attachment| attachment.add().success()["ips"][0]["address"].clone());
     assert_eq!(addresses, [json!("192.168.1.5/24"), json!("192.168.2.5/24")]);
     both.iter().for_each(|attachment| drop(attachment.del().success()));
-    until("the server has both addresses back", || lan.leased().is_empty());
+    wait_until("the server has both addresses back", || lan.leased().is_empty());
 }
 
 #[test]
@@ -149,6 +149,6 @@ fn two_hundred_containers_have_leases_without_a_thread_each() {
     assert!(threads() <= 8, "{} threads", threads());
     for_each(&containers, |container| drop(lan.attachment(container).del().success()));
     assert!(threads() <= 8, "{} threads", threads());
-    until("the server has all addresses back", || lan.leased().is_empty());
+    wait_until("the server has all addresses back", || lan.leased().is_empty());
     assert_eq!(lan.records(), 0);
 }

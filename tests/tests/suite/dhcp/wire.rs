@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Node, bin_dir, patience, probe, require};
-use conformance::lan::{Lan, configure, until};
+use cni_testkit::{Node, bin_dir, patience, probe, require, wait_until};
+use conformance::lan::{Lan, configure};
 use serde_json::{Value, json};
 
 pub(super) const DISCOVER: u8 = 1;
@@ -97,7 +97,7 @@ impl Wire {
     #[track_caller]
     pub(super) fn next(&self, kind: u8) -> Message {
         let mut found = None;
-        until("the client sends that", || {
+        wait_until("the client sends that", || {
             found = self.received().filter(|message| message.kind() == kind);
             found.is_some()
         });
@@ -368,7 +368,7 @@ fn a_lease_that_cannot_be_recorded_is_released() {
     };
     wire.during(answers, || {
         attachment.add().fails_naming(11, &["error calling DHCP.Allocate: failed to write ", "(os error 30)"]);
-        until("the address is released", || kinds.lock().unwrap().contains(&RELEASE));
+        wait_until("the address is released", || kinds.lock().unwrap().contains(&RELEASE));
     });
     lan.node.exec(&["mount", "-o", "remount,rw", &folder]);
     attachment.del().success();
@@ -401,12 +401,12 @@ fn an_address_that_cannot_be_added_is_tried_again() {
         }
         vec![message.granted(&[router])]
     };
-    wire.during(answers, || until("it is leased again", || log().contains(" is leased by ")));
+    wire.during(answers, || wait_until("it is leased again", || log().contains(" is leased by ")));
     assert_eq!(container.addresses("eth0"), [""; 0]);
     lan.node.exec(&["prlimit", &pid, "--nofile=1024:1024"]);
-    until("the address is there", || container.addresses("eth0") == ["192.168.1.9/24"]);
+    wait_until("the address is there", || container.addresses("eth0") == ["192.168.1.9/24"]);
     let routes = || container.json(&["ip", "-j", "route", "show", "default"]);
-    until("the route is there", || routes()[0]["gateway"] == "192.168.1.1");
+    wait_until("the route is there", || routes()[0]["gateway"] == "192.168.1.1");
     attachment.del().success();
 }
 
@@ -439,6 +439,9 @@ fn a_replaced_lease_has_its_default_route_behind_the_first() {
         routes.as_array().unwrap().iter().map(row).collect::<Vec<_>>()
     };
     let expected = [("\"first\"".to_owned(), None), ("\"eth0\"".to_owned(), Some(1))];
-    wire.during(|message| vec![message.granted(&[router])], || until("the route is there", || defaults() == expected));
+    wire.during(
+        |message| vec![message.granted(&[router])],
+        || wait_until("the route is there", || defaults() == expected),
+    );
     attachment.del().success();
 }

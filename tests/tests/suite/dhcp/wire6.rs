@@ -6,8 +6,8 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Outcome, bin_dir, patience};
-use conformance::lan::{Lan, until};
+use cni_testkit::{Outcome, bin_dir, patience, wait_until};
+use conformance::lan::Lan;
 use serde_json::json;
 
 use super::ipv6::{configure, globals, stateful};
@@ -121,7 +121,7 @@ impl Wire {
     #[track_caller]
     fn next(&self, kind: u8) -> Message {
         let mut found = None;
-        until("the client sends that", || {
+        wait_until("the client sends that", || {
             found = self.received().filter(|message| message.kind() == kind);
             found.is_some()
         });
@@ -338,7 +338,7 @@ fn killed_at(point: Point, lan: &Lan, wire: &Wire, container: &cni_testkit::Cont
             let request = wire.next(REQUEST);
             if point >= Point::Probing {
                 wire.send(&request, &request.granted(&SERVER, &[]));
-                until("the address is checked", || globals(container).contains(NINE));
+                wait_until("the address is checked", || globals(container).contains(NINE));
             }
         }
         daemon.kill();

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Invocation, bin_dir, patience, probe, require};
+use cni_testkit::{Invocation, bin_dir, patience, probe, require, wait_until};
 use serde_json::json;
 
 use super::Operator;
@@ -111,16 +111,6 @@ fn a_runtime_without_a_whole_answer_stops_gc_before_any_change() {
     operator.detach(&lives);
 }
 
-/// Waits until a condition is true.
-#[track_caller]
-fn wait_for(what: &str, condition: impl Fn() -> bool) {
-    let deadline = Instant::now() + patience(Duration::from_secs(20));
-    while !condition() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(10));
-    }
-}
-
 #[test]
 fn a_repeated_gc_survives_errors_and_ends_at_a_signal() {
     require!(probe::plugin("cnitool"));
@@ -132,10 +122,10 @@ fn a_repeated_gc_survives_errors_and_ends_at_a_signal() {
     // The list is missing at first.
     thread::sleep(Duration::from_millis(1500));
     operator.node.file("valid", format!("{}/eth0\n{}/eth0\n", lives.id, later.id));
-    wait_for("the first is removed", || owners(&operator, "net1").len() == 2);
+    wait_until("the first is removed", || owners(&operator, "net1").len() == 2);
     assert!(dies.link("eth0").is_none());
     operator.node.file("valid", format!("{}/eth0\n", lives.id));
-    wait_for("the second is removed", || owners(&operator, "net1").len() == 1);
+    wait_until("the second is removed", || owners(&operator, "net1").len() == 1);
     thread::sleep(Duration::from_millis(300));
     let began = Instant::now();
     running.terminate();
@@ -179,7 +169,7 @@ fn a_signal_lets_the_running_del_end_and_starts_no_other() {
     }
     let running = call(&["gc", "--every", "600"]).start();
     let dels = || fs::read_to_string(folder.join("dels")).unwrap_or_default();
-    wait_for("a DEL has begun", || dels() == "begun\n");
+    wait_until("a DEL has begun", || dels() == "begun\n");
     running.terminate();
     thread::sleep(Duration::from_millis(300));
     operator.node.file("go", "");

@@ -7,13 +7,13 @@ use std::os::unix::net::UnixListener;
 use std::thread;
 
 use cni_testkit::trace::{self, Act, Plan};
-use cni_testkit::{bin_dir, probe, require, rounds};
+use cni_testkit::{bin_dir, probe, require, rounds, wait_until};
 use conformance::{HOST, OUTSIDE, patched};
 use nix::errno::Errno;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use self::world::{Firewalld, SOCKET, del_without_result, of, until};
+use self::world::{Firewalld, SOCKET, del_without_result, of};
 use super::egress;
 use super::world::{Backend, Pod, World, config, go, named, naming, rules};
 use crate::portmap::world::{IN_VAIN, ask_tcp, ask_tcp_for};
@@ -479,7 +479,7 @@ fn a_bus_that_does_not_answer_does_not_outlive_a_signal() {
         let mut call = call.env("DBUS_SYSTEM_BUS_ADDRESS", &address).start();
         call.release();
         let mut stream = None;
-        until("the plugin connects", || {
+        wait_until("the plugin connects", || {
             stream = listener.accept().ok();
             stream.is_some()
         });

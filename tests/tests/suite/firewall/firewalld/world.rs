@@ -4,10 +4,9 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use cni_testkit::{Node, bin_dir, patience, probe};
+use cni_testkit::{Node, bin_dir, patience, probe, wait_until};
 use conformance::patched;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -35,15 +34,6 @@ impl Drop for Process {
     }
 }
 
-#[track_caller]
-pub(super) fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + patience(Duration::from_secs(60));
-    while !so() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
 /// A system bus in the node's own /run.
 pub(super) fn bus(world: &World) -> Process {
     let node = &world.node;
@@ -56,7 +46,7 @@ pub(super) fn bus(world: &World) -> Process {
     let program = probe::dbus_daemon().unwrap();
     let argv = [program.to_str().unwrap(), "--config-file", conf.to_str().unwrap(), "--nofork", "--nopidfile"];
     let bus = Process::start(node, "bus.log", &argv);
-    until("the bus listens", || node.enter(|| Path::new(SOCKET).exists()));
+    wait_until("the bus listens", || node.enter(|| Path::new(SOCKET).exists()));
     bus
 }
 
