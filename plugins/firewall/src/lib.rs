@@ -17,12 +17,13 @@ pub mod firewalld;
 pub mod fuzzing;
 
 use std::net::IpAddr;
+use std::path::Path;
 
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::result::AddResult;
 use cni::skel::{Added, Call, Plugin, RestoreMode, Role, missing_rules};
-use cni::{Code, Error, Result};
+use cni::{Code, Error, Result, file};
 use cni_firewall::forward::{self, Egress, Forward, ForwardRules, Ingress};
 use cni_firewall::forward::{egress, sources};
 use cni_firewall::{AttachmentFilter, Backend, nft_usable};
@@ -34,6 +35,9 @@ use firewalld::Zone;
 /// The plugin `firewall`.
 #[derive(Clone, Copy, Debug)]
 pub struct Firewall;
+
+/// The default folder of libcni's cached results.
+const RESULT_CACHE: &str = "/var/lib/cni/results";
 
 /// Go's text for a missing `prevResult`.
 const NO_PREV_RESULT: &str = "missing prevResult from earlier plugin";
@@ -106,7 +110,8 @@ impl Plugin for Firewall {
         let filter = AttachmentFilter::Garbage { network: call.conf.name(), valid };
         let zone = zone(call, &CleanupConf::new(&call.conf).zone);
         let from_zone = zone.purge(filter, &[]);
-        let from_rules = forward(call).purge(filter).map_err(Error::from);
+        let addresses_in_use = || cached_addresses(call, valid);
+        let from_rules = forward(call).gc(call.conf.name(), valid, &addresses_in_use).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
@@ -200,6 +205,20 @@ fn addresses(prev: &AddResult) -> Vec<IpAddr> {
         }
     }
     addresses
+}
+
+/// Returns the addresses of the network's attachments in `valid`, from the results that libcni has
+/// stored in its default folder. Results that cannot be read count as having none.
+fn cached_addresses(call: &Call<'_>, valid: &ValidAttachments) -> Vec<IpAddr> {
+    let read = |(container_id, ifname): (&str, &str)| {
+        let name = format!("{}-{container_id}-{ifname}", call.conf.name());
+        // The names come from the runtime's list, and are not checked.
+        let path = if name.contains('/') { None } else { Some(Path::new(RESULT_CACHE).join(name)) };
+        let bytes = file::read(&path?).ok()?;
+        let cached = Json::parse(&bytes).ok()?;
+        AddResult::decode(cached.get("result")?, call.conf.version()).ok()
+    };
+    valid.iter().filter_map(read).flat_map(|result| addresses(&result)).collect()
 }
 
 /// Returns the rules that the attachment needs.

@@ -22,6 +22,7 @@ use super::nft::Nft;
 use super::owner::AttachmentFilter;
 use crate::Backend;
 use cni::AttachmentId;
+use cni::config::ValidAttachments;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
@@ -154,7 +155,22 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, filter: AttachmentFilter<'_>) -> Result<()> {
-        self.remove(filter, &[])
+        self.remove(filter, &Vec::new)
+    }
+
+    /// GC: removes the rules of the attachments that are not in `valid` from both backends. The
+    /// rules of iptables that accept an address which `addresses_in_use` returns stay: the Go
+    /// plugin, which records nothing, may have written them again after its DEL left the record.
+    ///
+    /// # Errors
+    /// As [`purge`](Forward::purge).
+    pub fn gc(
+        &self,
+        network: &str,
+        valid: &ValidAttachments,
+        addresses_in_use: &dyn Fn() -> Vec<IpAddr>,
+    ) -> Result<()> {
+        self.remove(AttachmentFilter::Garbage { network, valid }, addresses_in_use)
     }
 
     /// Removes the attachment's rules from both backends for an ADD that fails. Rules that another
@@ -163,12 +179,12 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// As [`purge`](Forward::purge).
     pub fn undo(&self, attachment: &AttachmentId, written: &Written) -> Result<()> {
-        self.remove(AttachmentFilter::one(attachment), &written.accepted_for_others)
+        self.remove(AttachmentFilter::one(attachment), &|| written.accepted_for_others.clone())
     }
 
-    /// Does [`purge`](Forward::purge), but leaves the rules of iptables for the addresses in
-    /// `accepted_for_others`.
-    fn remove(&self, filter: AttachmentFilter<'_>, accepted_for_others: &[IpAddr]) -> Result<()> {
+    /// Does [`purge`](Forward::purge), but leaves the rules of iptables for the addresses that
+    /// `accepted_for_others` returns. It is called if there is a record to remove.
+    fn remove(&self, filter: AttachmentFilter<'_>, accepted_for_others: &dyn Fn() -> Vec<IpAddr>) -> Result<()> {
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let results = [
             self.store.purge_in_nftables(|nft, batch| {

@@ -1,10 +1,10 @@
 //! A container's rules in each backend: damage, undo, DEL without `prevResult`, GC, isolation.
 
-use cni_testkit::{Attachment, bin_dir};
+use cni_testkit::{Attachment, bin_dir, probe, require};
 use conformance::patched;
 use serde_json::{Value, json};
 
-use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, chain, config, each, named, naming, rules, shell};
+use super::world::{BACKENDS, Backend, IPTABLES, Pod, World, chain, config, each, go, named, naming, rules, shell};
 
 #[track_caller]
 fn del_without_result(pod: &Pod<'_>, config: &Value) {
@@ -168,6 +168,33 @@ fn an_address_of_two_attachments_stays_until_the_last_has_gone() {
         pod.check(&two).success();
         pod.del(&two).success();
         assert_eq!(naming(world, &pod), 0, "{:?} {:#?}", world.backend, rules(world));
+        pod.leave();
+    });
+}
+
+/// Go's DEL leaves the record, and Go's ADD of another container with the address writes none.
+#[test]
+fn gc_keeps_the_rules_of_a_living_container_of_go() {
+    require!(probe::go_plugins());
+    each(&IPTABLES, |world| {
+        let config = config(world, json!({}));
+        let pod = world.dual();
+        pod.add(&config).success();
+        pod.call_by(&go(), "DEL", &config, Some(&pod.result)).success();
+        pod.call_by(&go(), "ADD", &config, Some(&pod.result)).success();
+        let cached = json!({"kind": "cniCacheV1", "result": pod.result}).to_string();
+        let script = "mkdir -p /var/lib/cni/results; printf %s \"$0\" > /var/lib/cni/results/net1-later-eth0";
+        world.node.exec(&["sh", "-c", script, &cached]);
+        let gc = |valid: Value| {
+            let keys = json!({"cniVersion": "1.1.0", "cni.dev/valid-attachments": valid});
+            let call = world.node.plugin("firewall").command("GC").config(&patched(config.clone(), keys));
+            call.env("PATH", world.backend.path(&world.node)).run().success();
+        };
+        gc(json!([{"containerID": "later", "ifname": "eth0"}]));
+        pod.call_by(&go(), "CHECK", &config, Some(&pod.result)).success();
+        assert_eq!(chain(world, "CNI-FW-OWNERS"), [""; 0], "{:?}", world.backend);
+        world.node.exec(&["rm", "-r", "/var/lib/cni/results"]);
+        pod.call_by(&go(), "DEL", &config, Some(&pod.result)).success();
         pod.leave();
     });
 }

@@ -240,12 +240,13 @@ fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
 
 /// Returns the edit that removes the rules of the selected attachments. The Go plugin writes rules
 /// without a record: those for the addresses of [`Untagged::Covering`] are also removed, unless
-/// another attachment owns the address. The accepting rules for `accepted_for_others` stay. For GC,
-/// the edit also puts the jumps from [`FORWARD`] in order.
+/// another attachment owns the address. The accepting rules for the addresses that
+/// `accepted_for_others` returns stay. For GC, the edit also puts the jumps from [`FORWARD`] in
+/// order.
 pub(super) fn purge(
     filter: &mut Chains<'_>,
     selection: AttachmentFilter<'_>,
-    accepted_for_others: &[IpAddr],
+    accepted_for_others: &dyn Fn() -> Vec<IpAddr>,
 ) -> Result<Edit> {
     let selected = selection.owners(owner::NAME);
     let part = |beginning| match selection {
@@ -263,6 +264,7 @@ pub(super) fn purge(
         _ => &[],
     };
     let mut edit = Edit::new();
+    let accepted_for_others = &*if records.is_empty() { Vec::new() } else { accepted_for_others() };
     let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others, ..Removal::default() };
     removal.add_to(&mut edit, filter)?;
     if matches!(selection, AttachmentFilter::Garbage { .. }) {

@@ -32,7 +32,7 @@ fn gc_takes_time_in_proportion_to_the_addresses() {
     let plan = |saved: &str, count: usize, valid: &[OwnedAddress]| {
         let containers: ValidAttachments = (0..valid.len()).map(|i| (format!("c{i}"), "eth0")).collect();
         let garbage = AttachmentFilter::Garbage { network: "net", valid: &containers };
-        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), garbage, &[]).unwrap();
+        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), garbage, &Vec::new).unwrap();
         assert_eq!(edit.deleted.len(), 3 * (count - valid.len()));
     };
     cni_testkit::assert_cost_below(8, || plan(&few, 200, &[]), || plan(&many, 800, &[]));
@@ -47,7 +47,7 @@ fn add_and_del_take_time_in_proportion_to_the_addresses() {
     let del = |saved: &str, addresses: &[OwnedAddress]| {
         let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
         let filter = AttachmentFilter::for_del(&attachment, &ips);
-        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), filter, &[]).unwrap();
+        let edit = purge(&mut Chains::of_text(Table::Filter, Family::V4, saved), filter, &Vec::new).unwrap();
         assert_eq!(edit.deleted.len(), 3 * addresses.len());
     };
     cni_testkit::assert_cost_below(8, || del(&few, &sizes[0]), || del(&many, &sizes[1]));
