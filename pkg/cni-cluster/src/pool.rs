@@ -24,7 +24,7 @@ pub struct Block {
 impl Block {
     /// Returns the block of `size` addresses that contains an address of this pool.
     pub fn of(pool: &str, size: u32, member: IpAddr) -> Block {
-        let above_first = u128::from(size) - 1;
+        let above_first = u128::from(size).saturating_sub(1);
         let first = number(member) & !above_first;
         Block { pool: pool.to_owned(), first: address(member, first), last: address(member, first | above_first) }
     }

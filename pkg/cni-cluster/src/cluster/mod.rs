@@ -140,7 +140,11 @@ impl<'a> Cluster<'a> {
             size.map_or(Ok(()), |size| self.network.check_block_size(name, *subnet, *size))?;
         }
         // The ledger may have blocks of pools that an earlier configuration used.
-        let spans = || self.ledger.spans(|pool| pools.iter().any(|(name, _)| name == pool));
+        let is_chosen = |block: &Block| {
+            let is_known = self.ledger.pools.contains_key(&block.pool);
+            pools.iter().any(|(name, _)| *name == block.pool) && (!is_known || self.ledger.fits(block))
+        };
+        let spans = || self.ledger.spans(is_chosen);
         Ok(self.ledger.is_usable(&self.network.host).then(spans))
     }
 
@@ -168,7 +172,9 @@ impl<'a> Cluster<'a> {
         self.save()?;
         match self.fulfil(shortage) {
             Err(error) if is_optional && !matches!(error.code(), Code::INVALID_CONFIG | Code::CONFLICT) => {
-                self.ledger.pools = before.pools;
+                for (name, size) in before.pools {
+                    self.ledger.pools.entry(name).or_insert(size);
+                }
                 self.ledger.extend_trust(&self.network.host);
                 self.network
                     .notes
@@ -297,7 +303,13 @@ impl<'a> Cluster<'a> {
     /// Finishes the claims and releases that an earlier call, or this one, has begun. Returns
     /// whether there was one.
     fn finish_begun(&mut self) -> Result<bool> {
-        let is_begun = |entry: &&Entry| matches!(entry.state, State::Claiming | State::Releasing(_));
+        let is_usable = self.ledger.is_usable(&self.network.host);
+        let is_begun = |entry: &&Entry| match entry.state {
+            // A claim of a block with an old size is left to the next verification.
+            State::Claiming => is_usable && self.ledger.fits(&entry.block),
+            State::Releasing(_) => true,
+            State::Held(_) | State::Lost(_) => false,
+        };
         let begun: Vec<Entry> = self.ledger.entries().iter().filter(is_begun).cloned().collect();
         for Entry { block, .. } in &begun {
             self.settle(block, Seen::Unread, &[])?;
@@ -310,8 +322,6 @@ impl<'a> Cluster<'a> {
     fn verify(&mut self) -> Result<()> {
         let node = self.store()?.node()?;
         self.ledger.node = node.clone();
-        self.ledger.pools.clear();
-        self.ensure_pools()?;
         let mut own = Vec::new();
         for (claim, version) in self.store()?.claims_of(&node)? {
             if claim.network == self.network.name {
@@ -320,7 +330,19 @@ impl<'a> Cluster<'a> {
                 own.push((block, self.recognise(claim, version)?));
             }
         }
+        self.ledger.pools.clear();
+        self.ensure_pools()?;
         let reserved = (self.network.lock_reservations)()?.addresses;
+        let seen = |block: &Block| own.iter().find(|(other, _)| other == block).map(|(_, seen)| seen.clone());
+        for Entry { block, .. } in self.ledger.entries().to_vec() {
+            if !self.ledger.fits(&block) {
+                let version = match seen(&block) {
+                    Some(Seen::Own(version)) => Some(version),
+                    _ => None,
+                };
+                self.ledger.replace(&block, version, &reserved);
+            }
+        }
         for address in &reserved {
             let has_entry = self.ledger.entries().iter().any(|entry| entry.block.contains(*address));
             if let Some(block) = self.block_of(*address).filter(|_| !has_entry) {
@@ -328,33 +350,34 @@ impl<'a> Cluster<'a> {
             }
         }
         for Entry { block, .. } in self.ledger.entries().to_vec() {
-            let seen = own.iter().find(|(other, _)| *other == block).map_or(Seen::Unread, |(_, seen)| seen.clone());
-            self.settle(&block, seen, &reserved)?;
+            if self.ledger.fits(&block) || matches!(self.ledger.state(&block), Some(State::Releasing(_))) {
+                self.settle(&block, seen(&block).unwrap_or(Seen::Unread), &reserved)?;
+            }
         }
         self.ledger.set_verified(&self.network.host);
         self.save()
     }
 
-    /// Records the block sizes of the pools that the ledger lacks, and creates pools that do not
-    /// exist.
+    /// Records the block sizes of the pools if the ledger lacks one of the network's, and creates
+    /// pools that do not exist.
     fn ensure_pools(&mut self) -> Result<()> {
-        for (name, subnet) in self.network.pools() {
-            while !self.ledger.pools.contains_key(&name) {
-                let pools = self.store()?.pools()?;
-                let block_size = match pools.iter().find(|(other, _)| *other == name) {
-                    Some((_, pool)) => pool.block_size,
+        let wanted = self.network.pools();
+        while wanted.iter().any(|(name, _)| !self.ledger.pools.contains_key(name)) {
+            let pools = self.store()?.pools()?;
+            for (name, subnet) in &wanted {
+                match pools.iter().find(|(other, _)| other == name) {
+                    Some((_, pool)) => self.network.check_block_size(name, *subnet, pool.block_size)?,
+                    // The next list has the pool, or the one that another node creates first.
                     None => {
-                        let pool = self.new_pool(&name, subnet, &pools)?;
-                        if !self.store()?.create_pool(&name, &pool)? {
-                            // Another node has just created it, maybe with another size.
-                            continue;
-                        }
-                        pool.block_size
+                        let pool = self.new_pool(name, *subnet, &pools)?;
+                        self.store()?.create_pool(name, &pool)?;
                     }
-                };
-                self.network.check_block_size(&name, subnet, block_size)?;
-                self.ledger.pools.insert(name.clone(), block_size);
+                }
             }
+            let has_entry = |name: &String| self.ledger.entries().iter().any(|entry| entry.block.pool == *name);
+            let is_used = |(name, _): &(String, Pool)| wanted.iter().any(|(other, _)| other == name) || has_entry(name);
+            let used: Vec<_> = pools.into_iter().filter(is_used).map(|(name, pool)| (name, pool.block_size)).collect();
+            self.ledger.pools.extend(used);
         }
         Ok(())
     }

@@ -134,7 +134,7 @@ pub struct Ledger {
     boot: String,
     /// The uptime in seconds until which the ledger may be used.
     trusted_until: u64,
-    /// The block sizes of the pools by their names.
+    /// The block sizes of the network's pools and of those of the entries, by their names.
     pub pools: BTreeMap<String, u32>,
     entries: Vec<Entry>,
     /// Whether an entry has changed since the ledger was read or written.
@@ -193,9 +193,30 @@ impl Ledger {
         self.trusted_until = host.uptime.saturating_add(TRUSTED_WITHOUT_STORE);
     }
 
-    /// Returns the first and last addresses of the held blocks of some pools, sorted.
-    pub fn spans(&self, is_chosen: impl Fn(&str) -> bool) -> Vec<(IpAddr, IpAddr)> {
-        let is_held = |entry: &&Entry| matches!(entry.state, State::Held(_)) && is_chosen(&entry.block.pool);
+    /// Whether the block has the size of its pool's blocks. If not, an operator has deleted the
+    /// pool since, and maybe created it again.
+    pub fn fits(&self, block: &Block) -> bool {
+        let size = self.pools.get(&block.pool);
+        size.is_some_and(|size| *block == Block::of(&block.pool, *size, block.first))
+    }
+
+    /// Replaces a block that does not fit by the blocks of its reserved addresses. The old block is
+    /// never claimed again, and its claim, which has this version, is deleted. A block with
+    /// reservations whose pool does not exist is kept, but no address is allocated from it.
+    pub fn replace(&mut self, block: &Block, version: Option<Version>, reserved: &[IpAddr]) {
+        for address in reserved.iter().filter(|address| block.contains(**address)) {
+            let Some(size) = self.pools.get(&block.pool) else { return self.set(block, Some(State::Claiming)) };
+            self.begin_claim(&Block::of(&block.pool, *size, *address));
+        }
+        // The claim of a new block with the same first address replaces the old one.
+        let has_key = |entry: &Entry| entry.block.pool == block.pool && entry.block.first == block.first;
+        let is_replaced = self.entries.iter().filter(|entry| entry.block != *block).any(has_key);
+        self.set(block, version.filter(|_| !is_replaced).map(State::Releasing));
+    }
+
+    /// Returns the first and last addresses of some held blocks, sorted.
+    pub fn spans(&self, is_chosen: impl Fn(&Block) -> bool) -> Vec<(IpAddr, IpAddr)> {
+        let is_held = |entry: &&Entry| matches!(entry.state, State::Held(_)) && is_chosen(&entry.block);
         let mut spans = Vec::new();
         for Entry { block, .. } in self.entries.iter().filter(is_held) {
             let span = (block.first, block.last);

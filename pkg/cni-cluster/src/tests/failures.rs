@@ -60,7 +60,7 @@ fn a_killed_add_is_continued_by_the_next() {
     for fault in [Fault::Lost, Fault::Unanswered, Fault::Late] {
         let memory = memory();
         let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
-        memory.borrow_mut().faults.extend([Fault::None; 3]);
+        memory.borrow_mut().faults.extend([Fault::None; 4]);
         memory.borrow_mut().fault = Some(fault);
         assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
         assert!(matches!(node.ledger().entries(), [entry] if entry.state == State::Claiming), "{fault:?}");
@@ -128,7 +128,7 @@ fn after_a_reboot_the_store_must_answer_once() {
     memory.borrow_mut().fault = None;
     memory.borrow_mut().requests.clear();
     node.add().unwrap();
-    assert_eq!(memory.borrow().requests, ["pools", "claims"]);
+    assert_eq!(memory.borrow().requests, ["claims", "pools"]);
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn a_node_that_is_cut_off_uses_its_blocks() {
         node.host.uptime += 1;
         memory.borrow_mut().fault = None;
         node.add().unwrap();
-        assert_eq!(memory.borrow().requests, ["pools", "claims"]);
+        assert_eq!(memory.borrow().requests, ["claims", "pools"]);
     }
 }
 
@@ -328,7 +328,7 @@ fn a_rebuilt_node_adopts_the_claims_of_its_name() {
     rebuilt.host.uptime += 15 * 60;
     memory.borrow_mut().requests.clear();
     assert!(rebuilt.add().is_err());
-    assert_eq!(memory.borrow().requests[..2], ["pools", "claims"]);
+    assert_eq!(memory.borrow().requests[..2], ["claims", "pools"]);
 }
 
 #[test]
@@ -376,4 +376,72 @@ fn a_call_waits_for_another_that_claims() {
     assert!(text.contains(" holds to claim a block: ") && memory.borrow().requests.is_empty(), "{text}");
     lock.unlock().unwrap();
     node.add().unwrap();
+}
+
+/// The operator deletes all claims and the pool, and creates the pool with blocks of this size.
+fn recreate_pool(memory: &std::cell::RefCell<crate::testing::Memory>, size: u32) {
+    memory.borrow_mut().claims.clear();
+    memory.borrow_mut().pools.values_mut().for_each(|pool| pool.block_size = size);
+}
+
+#[test]
+fn a_pool_with_a_new_block_size_gets_no_old_blocks() {
+    for (size, has_container) in [(8, false), (8, true), (2, false), (2, true)] {
+        let memory = memory();
+        memory.borrow_mut().pools.insert(
+            "10.61.0.0-24".to_owned(),
+            crate::store::Pool { subnet: "10.61.0.0/24".parse().unwrap(), block_size: 4, reclaim: Reclaim::Never },
+        );
+        let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+        let old = node.add().unwrap();
+        if !has_container {
+            node.reserved.borrow_mut().clear();
+        }
+        recreate_pool(&memory, size);
+        let other = TestNode::new(&memory, "node2", &["10.61.0.0/24"]);
+        let taken: Vec<_> = (0..200).filter_map(|_| other.add().ok()).collect();
+        assert!(taken.len() > 190);
+        node.host.uptime += 15 * 60;
+        for _ in 0..20 {
+            let address = node.add().unwrap();
+            assert!(!taken.contains(&address), "{size} {has_container} {address}");
+        }
+        let is_new =
+            |first, last| u128::from(size) == cni_ipam::ranges::number(last) - cni_ipam::ranges::number(first) + 1;
+        let claims = memory.borrow().claims.clone();
+        assert!(claims.values().all(|(claim, _)| is_new(claim.first, claim.last)), "{size} {has_container}");
+        let entries = node.ledger().entries().to_vec();
+        assert!(entries.iter().all(|entry| is_new(entry.block.first, entry.block.last)), "{entries:?}");
+        // The block of the container's address is the other node's, which is reported.
+        let is_lost = has_container && taken.contains(&old);
+        assert_eq!(node.ledger().lost_notes(&[old]).len(), usize::from(is_lost));
+    }
+}
+
+#[test]
+fn an_own_claim_with_an_old_block_size_is_deleted_or_replaced() {
+    for (size, has_container) in [(8, false), (8, true), (2, false), (2, true)] {
+        let memory = memory();
+        let mut node = TestNode { block_size: Some(4), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+        for _ in 0..9 {
+            node.add().unwrap();
+        }
+        if !has_container {
+            node.reserved.borrow_mut().clear();
+        }
+        // The operator has forgotten to delete the claims.
+        memory.borrow_mut().pools.values_mut().for_each(|pool| pool.block_size = size);
+        node.block_size = None;
+        node.host.uptime += 15 * 60;
+        node.add().unwrap();
+        let reserved = node.reserved.borrow().clone();
+        let memory = memory.borrow();
+        let has_new_size =
+            |claim: &crate::store::Claim| crate::pool::Block::of(&claim.pool, size, claim.first) == claim.block();
+        assert!(memory.claims.values().all(|(claim, _)| has_new_size(claim)), "{size} {:?}", memory.claims);
+        let has_claim =
+            |address: &std::net::IpAddr| memory.claims.values().any(|(claim, _)| claim.block().contains(*address));
+        assert!(reserved.iter().all(has_claim), "{size} {has_container}");
+        assert!(holds(&node, memory.claims.len()), "{size} {has_container}");
+    }
 }

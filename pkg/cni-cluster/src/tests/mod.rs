@@ -49,7 +49,7 @@ fn an_add_from_a_held_block_sends_no_request() {
     let memory = memory();
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/20"]);
     node.add().unwrap();
-    assert_eq!(memory.borrow().requests, ["pools", "create pool", "claims", "create"]);
+    assert_eq!(memory.borrow().requests, ["claims", "pools", "create pool", "pools", "create"]);
     memory.borrow_mut().requests.clear();
     for _ in 0..20 {
         node.add().unwrap();
@@ -313,7 +313,7 @@ fn an_existing_pool_is_used() {
     memory.borrow_mut().pools.insert("10.61.0.0-24".to_owned(), pool);
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
     node.add().unwrap();
-    assert_eq!(memory.borrow().requests, ["pools", "claims", "create"]);
+    assert_eq!(memory.borrow().requests, ["claims", "pools", "create"]);
     assert_eq!(Rc::strong_count(&memory), 2);
 }
 
