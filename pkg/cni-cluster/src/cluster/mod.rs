@@ -104,6 +104,21 @@ impl<'a> Network<'a> {
         }
         Ok(())
     }
+
+    /// Checks that the pool with this name and subnet overlaps no other one of its layer 2 network.
+    ///
+    /// # Errors
+    /// Code 102.
+    fn check_overlap(&self, name: &str, subnet: Cidr, pools: &[(String, Pool)]) -> Result<()> {
+        let overlaps = |(other, pool): &&(String, Pool)| {
+            other != name
+                && pool::name(&self.layer2, pool.subnet) == *other
+                && (pool.subnet.contains(subnet.address()) || subnet.contains(pool.subnet.address()))
+        };
+        let Some((other, _)) = pools.iter().find(overlaps) else { return Ok(()) };
+        let why = "addresses would be given out twice; use the same subnet, or another layer2";
+        Err(Error::new(Code::CONFLICT, format!("pool {name} overlaps pool {other}: {why}")))
+    }
 }
 
 /// The blocks of one network of this node.
@@ -113,12 +128,14 @@ pub struct Cluster<'a> {
     store: Option<(Box<dyn Store + 'a>, Instant)>,
     /// As last read or written.
     ledger: Ledger,
+    /// Whether this call goes on with a ledger of this boot, because it could not verify it.
+    is_unverified: bool,
 }
 
 impl<'a> Cluster<'a> {
     /// Returns the blocks of a network.
     pub fn new(network: Network<'a>) -> Cluster<'a> {
-        Cluster { network, store: None, ledger: Ledger::default() }
+        Cluster { network, store: None, ledger: Ledger::default(), is_unverified: false }
     }
 
     /// Returns the ledger as last read by [`held`](Cluster::held).
@@ -145,7 +162,9 @@ impl<'a> Cluster<'a> {
             pools.iter().any(|(name, _)| *name == block.pool) && (!is_known || self.ledger.fits(block))
         };
         let spans = || self.ledger.spans(is_chosen);
-        Ok(self.ledger.is_usable(&self.network.host).then(spans))
+        let host = &self.network.host;
+        let is_usable = self.ledger.is_usable(host) || self.is_unverified && self.ledger.is_of_boot(host);
+        Ok(is_usable.then(spans))
     }
 
     /// Claims a block for a shortage, or without one verifies the ledger, because
@@ -365,11 +384,13 @@ impl<'a> Cluster<'a> {
         while wanted.iter().any(|(name, _)| !self.ledger.pools.contains_key(name)) {
             let pools = self.store()?.pools()?;
             for (name, subnet) in &wanted {
+                // Also if the pool exists: two nodes may have created both at the same time.
+                self.network.check_overlap(name, *subnet, &pools)?;
                 match pools.iter().find(|(other, _)| other == name) {
                     Some((_, pool)) => self.network.check_block_size(name, *subnet, pool.block_size)?,
                     // The next list has the pool, or the one that another node creates first.
                     None => {
-                        let pool = self.new_pool(name, *subnet, &pools)?;
+                        let pool = self.new_pool(name, *subnet)?;
                         self.store()?.create_pool(name, &pool)?;
                     }
                 }
@@ -382,16 +403,8 @@ impl<'a> Cluster<'a> {
         Ok(())
     }
 
-    /// Returns a pool that is not in `pools`.
-    fn new_pool(&self, name: &str, subnet: Cidr, pools: &[(String, Pool)]) -> Result<Pool> {
-        let overlaps = |(other, pool): &&(String, Pool)| {
-            pool::name(&self.network.layer2, pool.subnet) == *other
-                && (pool.subnet.contains(subnet.address()) || subnet.contains(pool.subnet.address()))
-        };
-        if let Some((other, _)) = pools.iter().find(overlaps) {
-            let why = "addresses would be given out twice; use the same subnet, or another layer2";
-            return Err(Error::new(Code::CONFLICT, format!("pool {name} overlaps pool {other}: {why}")));
-        }
+    /// Returns a new pool.
+    fn new_pool(&self, name: &str, subnet: Cidr) -> Result<Pool> {
         let default_size = pool::default_block_size(self.network.addresses(subnet));
         let block_size = self.network.block_size.unwrap_or(default_size);
         self.network.check_block_size(name, subnet, block_size)?;

@@ -151,6 +151,30 @@ fn overlapping_pools_need_different_layer2_networks() {
 }
 
 #[test]
+fn overlapping_pools_of_the_same_moment_are_refused() {
+    let memory = memory();
+    let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    let pool = Pool { subnet: "10.61.0.0/20".parse().unwrap(), block_size: 2, reclaim: Reclaim::Never };
+    let expected = "pool 10.61.0.0-24 overlaps pool 10.61.0.0-20: addresses would be given out twice; \
+                    use the same subnet, or another layer2";
+    // Another node creates its pool between this node's list and creation.
+    memory.borrow_mut().appearing = Some(("10.61.0.0-20".to_owned(), pool.clone()));
+    for _ in 0..2 {
+        let error = node.add().unwrap_err();
+        assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
+    }
+    assert!(memory.borrow().claims.is_empty());
+    // After this node's last list. The next verification finds it.
+    memory.borrow_mut().pools.remove("10.61.0.0-20");
+    node.add().unwrap();
+    memory.borrow_mut().pools.insert("10.61.0.0-20".to_owned(), pool);
+    node.add().unwrap();
+    node.host.uptime += 15 * 60;
+    let error = node.add().unwrap_err();
+    assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
+}
+
+#[test]
 fn a_pool_that_another_node_creates_first_is_used() {
     let memory = memory();
     let subnet = "10.61.0.0/24".parse().unwrap();
