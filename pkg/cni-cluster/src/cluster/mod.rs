@@ -340,6 +340,13 @@ impl<'a> Cluster<'a> {
     /// reservations.
     fn verify(&mut self) -> Result<()> {
         let node = self.store()?.node()?;
+        // Without an ID, another machine with this node's name has the same claims.
+        if self.network.host.machine.is_empty() && self.store()?.node_state(&node)? != NodeState::Present(String::new())
+        {
+            let what = format!("this machine has no ID, so the claims of node {node} may be those of another machine");
+            let advice = "create /etc/machine-id: systemd-machine-id-setup";
+            return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")));
+        }
         self.ledger.node = node.clone();
         let mut own = Vec::new();
         for (claim, version) in self.store()?.claims_of(&node)? {

@@ -33,7 +33,7 @@ const FORMAT: u32 = 1;
 /// The identity of this machine and of its boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// The machine ID. Empty if the machine has none.
+    /// The machine ID. Empty if the machine has none, or it is uninitialized.
     pub machine: String,
     /// The boot ID.
     pub boot: String,
@@ -50,7 +50,7 @@ impl Host {
         let read = |path: &str| conf::read_text(&root.join(path));
         let uptime = read("proc/uptime")?;
         Ok(Host {
-            machine: read("etc/machine-id").unwrap_or_default(),
+            machine: read("etc/machine-id").ok().filter(|id| id != "uninitialized").unwrap_or_default(),
             boot: read("proc/sys/kernel/random/boot_id")?,
             // With the largest number, no ledger is ever trusted.
             uptime: uptime.split('.').next().and_then(|seconds| seconds.parse().ok()).unwrap_or(u64::MAX),

@@ -203,6 +203,8 @@ fn the_host_is_read_from_its_files() {
     assert_eq!(read(), Host { machine: String::new(), ..host("b1", 12_345) });
     write("etc/machine-id", "m\n");
     assert_eq!(read(), host("b1", 12_345));
+    write("etc/machine-id", "uninitialized\n");
+    assert_eq!(read().machine, "");
     write("proc/uptime", "up\n");
     assert_eq!(read().uptime, u64::MAX);
 }

@@ -445,3 +445,26 @@ fn an_own_claim_with_an_old_block_size_is_deleted_or_replaced() {
         assert!(holds(&node, memory.claims.len()), "{size} {has_container}");
     }
 }
+
+#[test]
+fn a_machine_without_an_id_needs_a_store_that_knows_it() {
+    for has_nodes in [true, false] {
+        let memory = memory();
+        if !has_nodes {
+            memory.borrow_mut().nodes = None;
+        }
+        let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+        node.host.machine.clear();
+        if let Some(nodes) = &mut memory.borrow_mut().nodes {
+            nodes.insert("node1".to_owned(), String::new());
+        }
+        let added = node.add();
+        assert_eq!(added.is_ok(), has_nodes);
+        if let Err(error) = added {
+            let expected = "this machine has no ID, so the claims of node node1 may be those of another machine; \
+                            create /etc/machine-id: systemd-machine-id-setup";
+            assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
+            assert!(memory.borrow().claims.is_empty());
+        }
+    }
+}
