@@ -233,9 +233,10 @@ impl Ledger {
         }
     }
 
-    /// Returns the held blocks to give back, if these addresses are reserved: blocks without
-    /// reservations, except one of each pool that is in use, unless blocks have one address. With
-    /// `released`, only blocks that contain one of these addresses.
+    /// Returns the blocks to give back, if these addresses are reserved: held blocks without
+    /// reservations, except one of each pool that is in use, unless blocks have one address; and
+    /// all blocks without reservations whose claim or release was interrupted. With `released`,
+    /// only held blocks that contain one of these addresses.
     pub fn surplus(
         &self,
         reserved: &[IpAddr],
@@ -248,7 +249,10 @@ impl Ledger {
         for block in &empty {
             *rest.entry(&block.pool).or_default() += 1;
         }
-        let mut surplus = Vec::new();
+        let is_begun = |entry: &&Entry| matches!(entry.state, State::Claiming | State::Releasing(_));
+        let begun = self.entries.iter().filter(is_begun).map(|entry| entry.block.clone());
+        let is_chosen = |block: &Block| released.is_none() && !block.contains_any(reserved);
+        let mut surplus: Vec<Block> = begun.filter(is_chosen).collect();
         for block in empty {
             let rest = rest.entry(&block.pool).or_default();
             let is_chosen = released.is_none_or(|released| block.contains_any(released));
@@ -260,12 +264,16 @@ impl Ledger {
         surplus
     }
 
-    /// Records that a held block is about to be released. The caller holds the store's lock, and
-    /// the block has no reservations.
+    /// Records that a block is about to be released. The caller holds the store's lock, and the
+    /// block has no reservations.
     pub fn begin_release(&mut self, block: &Block) {
-        if let Some(State::Held(version)) = self.state(block).cloned() {
-            self.set(block, Some(State::Releasing(version)));
-        }
+        let version = match self.state(block) {
+            Some(State::Held(version)) => version.clone(),
+            // No claim has this version, so the claim is read before it is deleted.
+            Some(State::Claiming) => Version("0".to_owned()),
+            _ => return,
+        };
+        self.set(block, Some(State::Releasing(version)));
     }
 
     /// Records what was seen of the claim of a block, and returns the next operation on it. The

@@ -32,7 +32,7 @@ fn without_the_store_only_held_blocks_are_used() {
     node.del(first);
     node.gc();
     assert_eq!(node.add().unwrap(), first);
-    assert!(matches!(node.ledger().entries(), [_, claiming] if claiming.state == State::Claiming));
+    assert!(matches!(node.ledger().entries(), [_, begun] if matches!(begun.state, State::Releasing(_))));
     memory.borrow_mut().fault = None;
     node.add().unwrap();
     assert!(holds(&node, 2));
@@ -466,5 +466,25 @@ fn a_machine_without_an_id_needs_a_store_that_knows_it() {
             assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
             assert!(memory.borrow().claims.is_empty());
         }
+    }
+}
+
+#[test]
+fn gc_gives_back_what_an_interrupted_call_has_begun() {
+    for fault in [Fault::Lost, Fault::Unanswered] {
+        let memory = memory();
+        let node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/24"]) };
+        let (kept, deleted) = (node.add().unwrap(), node.add().unwrap());
+        memory.borrow_mut().fault = Some(fault);
+        node.del(deleted);
+        memory.borrow_mut().fault = None;
+        node.gc();
+        assert!(holds(&node, 1) && memory.borrow().count("node1") == 1, "{fault:?}");
+        memory.borrow_mut().fault = Some(fault);
+        assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
+        memory.borrow_mut().fault = None;
+        node.gc();
+        assert!(holds(&node, 1) && memory.borrow().count("node1") == 1, "{fault:?}");
+        assert_eq!(node.ledger().spans(|_| true), [(kept, kept)]);
     }
 }
