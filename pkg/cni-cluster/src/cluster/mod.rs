@@ -184,7 +184,15 @@ impl<'a> Cluster<'a> {
         // With a ledger that was verified in this boot, the node works without the store.
         let is_optional = shortage.is_none() && self.ledger.is_of_boot(&self.network.host);
         let before = self.ledger.clone();
-        let _lock = self.lock(if is_optional { SHORT_WAIT } else { Duration::MAX })?;
+        let _lock = match self.lock(if is_optional { SHORT_WAIT } else { Duration::MAX }) {
+            // Only the process that has the lock writes the ledger.
+            Err(error) if is_optional && error.code() == Code::TRY_AGAIN => {
+                self.is_unverified = true;
+                self.note_unverified(&error);
+                return Ok(());
+            }
+            locked => locked?,
+        };
         if self.ledger != before {
             return Ok(());
         }
@@ -195,13 +203,17 @@ impl<'a> Cluster<'a> {
                     self.ledger.pools.entry(name).or_insert(size);
                 }
                 self.ledger.extend_trust(&self.network.host);
-                self.network
-                    .notes
-                    .note(format_args!("the blocks of this node are used without a look at their claims: {error}"));
+                self.note_unverified(&error);
                 self.save()
             }
             outcome => outcome,
         }
+    }
+
+    /// Writes the note that blocks are used although they could not be verified.
+    fn note_unverified(&self, error: &Error) {
+        let what = "the blocks of this node are used without a look at their claims";
+        self.network.notes.note(format_args!("{what}: {error}"));
     }
 
     /// Gives back what DEL or GC has emptied: blocks of one address, and all but one of a pool's

@@ -488,3 +488,22 @@ fn gc_gives_back_what_an_interrupted_call_has_begun() {
         assert_eq!(node.ledger().spans(|_| true), [(kept, kept)]);
     }
 }
+
+#[test]
+fn held_blocks_are_used_while_another_process_verifies() {
+    let memory = memory();
+    let mut node = TestNode::new(&memory, "node1", &["10.61.0.0/20"]);
+    node.add().unwrap();
+    node.host.uptime += 15 * 60;
+    let lock = std::fs::File::open(node.sidecar().join("claim.lock")).unwrap();
+    lock.lock().unwrap();
+    let before = node.ledger();
+    node.add().unwrap();
+    let note = node.notes.borrow()[0].clone();
+    let begin = "the blocks of this node are used without a look at their claims: failed to lock ";
+    assert!(note.starts_with(begin), "{note}");
+    // Only the process that has the lock writes the ledger.
+    assert_eq!(node.ledger(), before);
+    node.boot();
+    assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
+}
