@@ -93,7 +93,7 @@ fn create_folder(path: &Path) -> Result<()> {
 }
 
 /// Whether this file is still the file at `path`.
-fn is_at_path(file: &File, path: &Path) -> bool {
+pub fn is_at_path(file: &File, path: &Path) -> bool {
     let identity = |metadata: Metadata| (metadata.dev(), metadata.ino());
     match (file.metadata(), std::fs::metadata(path)) {
         (Ok(opened), Ok(at_path)) => identity(opened) == identity(at_path),

@@ -268,20 +268,28 @@ impl<'a> Cluster<'a> {
         store.set_limit(limit);
         let path = self.network.sidecar.join("claim.lock");
         let doing = format!("failed to lock {}", path.display());
-        let file = DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&self.network.sidecar)
-            .and_then(|()| OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path));
-        let file = file.map_err(|error| Error::caused(Code::IO, &doing, error))?;
-        let lock = flock::lock(file, self.network.machine, OnSigterm::Kill, limit).map_err(|refused| {
-            let is_over = refused.cause.is_deadline() || refused.cause.is_terminated();
-            let holder = refused.holder.map(|holder| format!(", which {holder} holds to claim a block"));
-            let code = if is_over { Code::TRY_AGAIN } else { Code::IO };
-            Error::caused(code, format_args!("{doing}{}", holder.unwrap_or_default()), refused.cause)
-        })?;
-        self.ledger = Ledger::read(&self.network.sidecar);
-        Ok(lock)
+        loop {
+            let file = DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&self.network.sidecar)
+                .and_then(|()| OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path));
+            let file = file.map_err(|error| Error::caused(Code::IO, &doing, error))?;
+            let lock = flock::lock(file, self.network.machine, OnSigterm::Kill, limit).map_err(|refused| {
+                let is_over = refused.cause.is_deadline() || refused.cause.is_terminated();
+                let holder = refused.holder.map(|holder| format!(", which {holder} holds to claim a block"));
+                let code = if is_over { Code::TRY_AGAIN } else { Code::IO };
+                Error::caused(code, format_args!("{doing}{}", holder.unwrap_or_default()), refused.cause)
+            })?;
+            if cni_ipam::lock::is_at_path(&lock, &path) {
+                self.ledger = Ledger::read(&self.network.sidecar);
+                return Ok(lock);
+            }
+            // The lock file was removed or replaced during the wait.
+            if self.network.machine.now() >= limit.deadline {
+                return Err(Error::new(Code::TRY_AGAIN, format!("{doing}: another process keeps removing it")));
+            }
+        }
     }
 
     /// Writes the ledger.

@@ -507,3 +507,28 @@ fn held_blocks_are_used_while_another_process_verifies() {
     node.boot();
     assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
 }
+
+#[test]
+fn a_replaced_claim_lock_is_locked_again() {
+    let memory = memory();
+    let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
+    std::fs::create_dir_all(node.sidecar()).unwrap();
+    let path = node.sidecar().join("claim.lock");
+    let old = std::fs::File::create(&path).unwrap();
+    old.lock().unwrap();
+    let replace = {
+        let path = path.clone();
+        std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            std::fs::remove_file(&path).unwrap();
+            let new = std::fs::File::create(&path).unwrap();
+            new.lock().unwrap();
+            drop(old);
+            new
+        })
+    };
+    assert_eq!(node.add().unwrap_err().code(), Code::TRY_AGAIN);
+    assert!(memory.borrow().requests.is_empty());
+    drop(replace.join().unwrap());
+    node.add().unwrap();
+}
