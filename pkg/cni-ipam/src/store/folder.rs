@@ -52,12 +52,12 @@ impl Folder {
         let created = match self.write_and_link(link, content) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 let written = self.write_under_final_name(link.address, content);
-                written.map(|file| (file, self.links.add(&self.file, link).is_ok()))
+                written.map(|inode| Created { inode, is_linked: self.links.add(&self.file, link).is_ok() })
             }
-            outcome => outcome.map(|file| (file, true)),
+            outcome => outcome.map(|inode| Created { inode, is_linked: true }),
         };
         let created = match created {
-            Ok((file, is_linked)) => file.metadata().map(|metadata| Some(Created { inode: metadata.ino(), is_linked })),
+            Ok(created) => Ok(Some(created)),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
             Err(error) => Err(error),
         };
@@ -66,27 +66,29 @@ impl Folder {
         created
     }
 
-    /// Writes a file under the name of its link, and links it to its final name. If this process is
-    /// killed in between, only the link remains, which is outdated.
-    fn write_and_link(&self, link: &Link, content: &str) -> io::Result<File> {
+    /// Writes a file under the name of its link, and links it to its final name. Returns its inode.
+    /// If this process is killed in between, only the link remains, which is outdated.
+    fn write_and_link(&self, link: &Link, content: &str) -> io::Result<u64> {
         let file = self.links.create(link, content)?;
         let name = link.address.to_string();
-        let linked = linkat(AT_FDCWD, &self.links.path(link), self.file.as_fd(), name.as_str(), AtFlags::empty());
-        linked.inspect_err(|_| self.links.remove(link))?;
-        Ok(file)
+        let final_link =
+            || linkat(AT_FDCWD, &self.links.path(link), self.file.as_fd(), name.as_str(), AtFlags::empty());
+        // The inode is read first, because the reservation is visible once it has its final name.
+        let linked = file.metadata().and_then(|metadata| Ok(final_link().map(|()| metadata.ino())?));
+        linked.inspect_err(|_| self.links.remove(link))
     }
 
     /// Creates a file with this name and then writes its content, as the Go plugin does. This is
-    /// the last resort if no file can be linked.
+    /// the last resort if no file can be linked. Returns the file's inode.
     ///
     /// If this process is killed in between, an empty file remains, which the Go plugin never
     /// frees.
-    fn write_under_final_name(&self, address: IpAddr, content: &str) -> io::Result<File> {
+    fn write_under_final_name(&self, address: IpAddr, content: &str) -> io::Result<u64> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
         let name = address.to_string();
         let mut file = File::from(openat(self.file.as_fd(), name.as_str(), flags, Mode::from_bits_truncate(0o600))?);
-        file.write_all(content.as_bytes()).inspect_err(|_| drop(self.unlink(&name)))?;
-        Ok(file)
+        let written = file.write_all(content.as_bytes()).and_then(|()| Ok(file.metadata()?.ino()));
+        written.inspect_err(|_| drop(self.unlink(&name)))
     }
 
     /// Whether every reservation has its link.
