@@ -462,12 +462,19 @@ impl<'a> Cluster<'a> {
         if *node != self.ledger.node || claim.network != self.network.name {
             return Ok(Seen::Other(Holder { node: claim.node, network: claim.network }));
         }
-        let is_registered = |state: NodeState| state == NodeState::Present(machine.clone());
-        if claim.machine != machine && !is_registered(self.store()?.node_state(node)?) {
-            let other = &claim.machine;
-            let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
-            let advice = format!("if that machine is off: kubectl delete ipblocks --field-selector spec.node={node}");
-            return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")));
+        if claim.machine != machine {
+            let state = self.store()?.node_state(node)?;
+            if state != NodeState::Present(machine.clone()) {
+                let other = &claim.machine;
+                let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
+                let advice = match state {
+                    NodeState::Unsupported => {
+                        format!("delete the keys of its claims, such as that of {}", claim.block())
+                    }
+                    _ => format!("kubectl delete ipblocks --field-selector spec.node={node}"),
+                };
+                return Err(Error::new(Code::CONFLICT, format!("{what}; if that machine is off: {advice}")));
+            }
         }
         Ok(Seen::Own(version))
     }

@@ -345,7 +345,10 @@ fn a_second_machine_with_the_name_is_refused() {
         slow.obtain(None).unwrap();
     });
     assert_eq!(node.add().unwrap(), address);
-    assert_eq!(twin.add().unwrap_err().code(), Code::CONFLICT);
+    let error = twin.add().unwrap_err();
+    let advice = "; if that machine is off: delete the keys of its claims, such as that of block 10.61.0.2-10.61.0.2 of \
+                  pool 10.61.0.0-30";
+    assert!(error.code() == Code::CONFLICT && error.to_string().ends_with(advice), "{error}");
     assert!(twin.ledger().spans(|_| true).is_empty());
 }
 
