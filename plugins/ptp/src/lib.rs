@@ -151,26 +151,37 @@ impl Interface for Ptp {
 
 /// Adds `route`, the host's route to one of the container's addresses. If the host already has
 /// routes to that address, removes those over a pair whose container is gone, and adds `route`
-/// behind all others: a living container keeps its packets.
+/// behind those that lead elsewhere: a living container keeps its packets. Routes that lead
+/// nowhere, such as a blackhole, stay behind it in IPv4.
 fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
     let AttachmentContext { host, call, .. } = context;
     match host.add_route(route) {
         Err(error) if error.is_exists() => {}
         added => return Ok(added?),
     }
+    let mut is_in_use = false;
     for existing in host.save_routes(Family::of(route.dst.address()))? {
         let Some(other) = existing.routes().into_iter().find(|other| other.conflicts_with(route)) else { continue };
-        let Some(link) = host.find_link_by_index(other.oif)? else { continue };
-        let (dst, name) = (route.dst, &link.name);
-        // A pair with both ends on the host has no container.
-        if link.is_veth() && (link.peer_netnsid.is_none() || host.peer_is_gone(&link)?) {
+        // 0 if the kernel does not say which interface a nexthop object has.
+        let link = if other.oif == 0 { None } else { host.find_link_by_index(other.oif)? };
+        let name = link.as_ref().map_or("another interface", |link| &link.name);
+        let has_no_container = |link: &Link| {
+            // A pair with both ends on the host has none either.
+            link.is_veth() && (link.peer_netnsid.is_none() || host.peer_is_gone(link).unwrap_or(false))
+        };
+        let dst = route.dst;
+        if existing.leaves_by(other.oif) && link.as_ref().is_some_and(has_no_container) {
             host.purge_route(&existing)?;
             call.notes.note(format_args!("ptp: removed the route to {dst} over {name}, which has no container"));
         } else {
+            is_in_use = true;
             call.notes.note(format_args!("ptp: packets to {dst} leave by {name}, as long as its route exists"));
         }
     }
-    Ok(host.append_route(&SavedRoute::from(route))?)
+    if is_in_use {
+        return Ok(host.append_route(&SavedRoute::from(route))?);
+    }
+    Ok(host.add_route_in_front(&[*route])?)
 }
 
 /// Returns the host's route to one address of the container, over the interface with this index.

@@ -194,6 +194,17 @@ fn a_stale_route_to_the_address_does_no_harm() {
 }
 
 #[test]
+fn the_route_to_the_container_precedes_a_blackhole() {
+    let node = Node::new();
+    node.ip(&["route add blackhole 10.1.0.2/32"]);
+    let (_container, attachment, result) = attach(&node, &network(&node, &["10.1.0.0/24"]), 1).remove(0);
+    let outer = result["interfaces"][0]["name"].as_str().unwrap();
+    assert!(node.exec(&["ip", "route", "get", "10.1.0.2"]).contains(&format!("dev {outer} ")));
+    attachment.del_with(&result).success();
+    node.ip(&["route del blackhole 10.1.0.2/32"]);
+}
+
+#[test]
 fn a_living_container_keeps_the_packets_to_its_address() {
     let node = Node::new();
     let (_living, first, first_result) = attach(&node, &dual(&node), 1).remove(0);
