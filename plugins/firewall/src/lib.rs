@@ -16,6 +16,8 @@ pub mod firewalld;
 #[doc(hidden)]
 pub mod fuzzing;
 
+use std::cell::OnceCell;
+use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
@@ -110,7 +112,8 @@ impl Plugin for Firewall {
         let filter = AttachmentFilter::Garbage { network: call.conf.name(), valid };
         let zone = zone(call, &CleanupConf::new(&call.conf).zone);
         let from_zone = zone.purge(filter, &[]);
-        let addresses_in_use = || cached_addresses(call, valid);
+        let cached = OnceCell::new();
+        let addresses_in_use = || cached.get_or_init(|| cached_addresses(call, valid)).clone();
         let from_rules = forward(call).gc(call.conf.name(), valid, &addresses_in_use).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
@@ -214,7 +217,8 @@ fn cached_addresses(call: &Call<'_>, valid: &ValidAttachments) -> Vec<IpAddr> {
         let name = format!("{}-{container_id}-{ifname}", call.conf.name());
         // The names come from the runtime's list, and are not checked.
         let path = if name.contains('/') { None } else { Some(Path::new(RESULT_CACHE).join(name)) };
-        let bytes = file::read(&path?).ok()?;
+        let path = path.filter(|path| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_file()))?;
+        let bytes = file::read(&path).ok()?;
         let cached = Json::parse(&bytes).ok()?;
         AddResult::decode(cached.get("result")?, call.conf.version()).ok()
     };
