@@ -155,6 +155,13 @@ impl<'m> Client<'m> {
     fn exchange(&mut self, request: String) -> io::Result<Response> {
         // An endpoint that does not answer must leave time for the others.
         let begin = self.machine.now();
+        // Nothing is sent that could take effect after the caller has been told of a failure.
+        if begin >= self.limit.deadline {
+            return Err(io::Error::new(ErrorKind::TimedOut, "no answer in time"));
+        }
+        if self.machine.terminated() {
+            return Err(io::Error::other("interrupted by a signal"));
+        }
         let share = self.limit.deadline.saturating_duration_since(begin) / self.conf.endpoints.len().min(3) as u32;
         let (endpoint, server_name) = (self.conf.endpoints[0].clone(), self.conf.server_name.clone());
         let (connection, tls) = (self.connection.take(), Arc::clone(&self.tls));

@@ -73,7 +73,7 @@ pub fn name(layer2: &str, subnet: Cidr) -> String {
 /// Checks the value of the key `layer2`.
 ///
 /// # Errors
-/// Code 7 for anything but 0 to 40 lower-case letters, digits and inner `-`.
+/// Code 7 for anything but nothing, or 1 to 40 lower-case letters, digits and inner `-`.
 pub fn check_layer2(layer2: &str) -> Result<()> {
     let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     if layer2.len() <= 40 && layer2.bytes().all(is_allowed) && layer2.trim_matches('-') == layer2 {
