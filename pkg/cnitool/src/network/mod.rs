@@ -244,7 +244,7 @@ impl VerbRun<'_> {
     /// attachment; if it has, ADD names the entry.
     fn refuse_taken_ifname(&self, attachment: &Attachment) -> Result<(), Error> {
         let Attachment { netns, ifname, .. } = attachment;
-        let is_cached = !matches!(self.runtime.cache.find(&attachment.id(&self.command.network)), Ok(None));
+        let is_cached = matches!(self.runtime.cache.find(&attachment.id(&self.command.network)), Ok(Some(_)));
         let find = || Netns::open(Path::new(netns))?.run(Netlink::open)??.find_link(ifname);
         // loopback sets an interface up that every namespace has. An error is left to the plugins.
         if is_cached || ifname == "lo" || matches!(find(), Ok(None) | Err(_)) {
