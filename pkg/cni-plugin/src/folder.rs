@@ -161,6 +161,9 @@ impl StateFile {
             // Opening must not block if the file is a pipe.
             let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
+            if !file.metadata()?.is_file() {
+                return Err(io::ErrorKind::IsADirectory.into());
+            }
             let mut bytes = Vec::with_capacity(1024);
             file.take(MAX_SIZE + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
@@ -171,7 +174,7 @@ impl StateFile {
             Err(error) if is_absent(&error) => return Ok(None),
             // `O_NOFOLLOW` refuses a symbolic link with this error.
             Err(error) if error.raw_os_error() == Some(libc::ELOOP) => "it is a symbolic link".to_owned(),
-            Err(error) if error.kind() == io::ErrorKind::IsADirectory => "it is a directory".to_owned(),
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => "it is not a regular file".to_owned(),
             Err(error) => return Err(self.failed("read", error)),
         };
         Ok(Some(Content::Garbage(why)))

@@ -162,7 +162,11 @@ impl BorrowedLink {
     fn remove_new_altnames(&self, netlink: &Netlink, link: &Link) -> Result<()> {
         let Some(before) = &self.altnames else { return Ok(()) };
         for altname in link.altnames.iter().filter(|altname| !before.contains(altname)) {
-            netlink.remove_altname(link.index, altname)?;
+            match netlink.remove_altname(link.index, altname) {
+                // Another program, such as udev, has removed it meanwhile.
+                Err(error) if error.is_not_found() => {}
+                removed => removed?,
+            }
         }
         Ok(())
     }
