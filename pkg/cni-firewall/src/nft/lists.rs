@@ -17,6 +17,7 @@ const FEW_READS_MAX: usize = 4;
 /// How often a reading is repeated while other processes change rules.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Retries {
+    /// As [`READS_MAX`] says.
     Many,
     /// For long lists that are not worth waiting for, or that can be read in another way.
     Few,
