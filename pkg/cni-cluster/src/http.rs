@@ -155,7 +155,7 @@ impl<'m> Client<'m> {
     fn exchange(&mut self, request: String) -> io::Result<Response> {
         // An endpoint that does not answer must leave time for the others.
         let begin = self.machine.now();
-        // Nothing is sent that could take effect after the caller has been told of a failure.
+        // Nothing is sent that could take effect after the caller has got an error.
         if begin >= self.limit.deadline {
             return Err(io::Error::new(ErrorKind::TimedOut, "no answer in time"));
         }
