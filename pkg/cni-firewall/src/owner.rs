@@ -173,7 +173,7 @@ pub(crate) enum OwnerTag {
     Alias(String),
     /// The hashes that replace a long alias.
     Hashes(Vec<u8>),
-    /// There is no tag, because a Go plugin or the program `nft` wrote the rule.
+    /// The rule has no tag, because a Go plugin or the program `nft` wrote it.
     Missing,
 }
 
@@ -195,7 +195,7 @@ impl OwnerTag {
         }
     }
 
-    /// Whether the attachment belongs to `network`; `None` if there is no tag.
+    /// Whether the attachment belongs to `network`; `None` if the rule has no tag.
     pub(crate) fn is_of_network(&self, network: &str) -> Option<bool> {
         match self {
             OwnerTag::Alias(alias) => Some(alias.starts_with(&AttachmentId::network_prefix(network))),

@@ -71,7 +71,7 @@ pub const TARGETS: [(&str, Target); 22] = [
 /// Runs the target `name` with one input.
 ///
 /// # Panics
-/// If there is no such target, or if its property does not hold.
+/// If no target has this name, or if its property does not hold.
 pub fn run(name: &str, data: &[u8]) {
     let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a target has this name");
     target(data);
