@@ -139,7 +139,7 @@ fn records_are_for_root_alone_and_written_through_no_link() {
     assert_eq!(mode(&record), 0o600);
     attachment.del().success();
     let foreign = lan.node.file("foreign", FOREIGN);
-    symlink(&foreign, record.with_extension("part")).unwrap();
+    symlink(&foreign, record.with_extension("tmp")).unwrap();
     attachment.add().success();
     assert_eq!(fs::read_to_string(&foreign).unwrap(), FOREIGN);
     assert_eq!((mode(&record), lan.records()), (0o600, 1));
