@@ -5,6 +5,7 @@ machine's with the unpacked packages above it, read only, and /etc likewise, to 
 seeing it. `eth0` leads to a second network namespace, the client, who is outside: it has no route to the pods.
 """
 
+import contextlib
 import ctypes
 import glob
 import json
@@ -417,7 +418,9 @@ class Node:
         for folder in ["/var/lib/cni", "/run/cni", "/run/cni-ipam-state"]:
             for path in files(folder):
                 if not SHARED_FILE.search(path):
-                    left.append(f"file {path}: {' '.join(read(path).split())[:80]}")
+                    # A GC that runs meanwhile may have removed it.
+                    with contextlib.suppress(FileNotFoundError):
+                        left.append(f"file {path}: {' '.join(read(path).split())[:80]}")
         left += [f"namespace {path}" for path in files("/run/netns") if path != "/run/netns/client"]
         for program in ["iptables", "ip6tables"]:
             for line in sh(program + "-save").splitlines():
