@@ -10,8 +10,10 @@
 # Sourced by scripts/test --release. It installs only packages and targets of rustup that it needs.
 
 release_needs() {
-    # The compilers of the C code in the crate ring, which `cargo check` builds too.
-    need git jq dpkg-deb setpriv qemu-aarch64 arm-linux-gnueabihf-gcc s390x-linux-gnu-gcc
+    # The compilers of the C code in the crate ring, which `cargo check` builds too. What
+    # scripts/build installed later would count as a change of the machine.
+    need git jq dpkg-deb setpriv qemu-aarch64 aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc s390x-linux-gnu-gcc
+    [ "${CNI_TEST_RELEASE:-}" != all ] || need powerpc64le-linux-gnu-gcc riscv64-linux-gnu-gcc
     python3 -c 'import ensurepip' 2>/dev/null || { missing+=("python3's venv") packages+=(python3-venv); }
 }
 
