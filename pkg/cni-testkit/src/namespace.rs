@@ -55,15 +55,20 @@ pub(crate) fn network() -> File {
     })
 }
 
-/// Runs `body` on a new thread in a new network namespace. Without the privilege for that, the test
-/// is skipped visibly, or fails with `CNI_TEST_REQUIRE=all`.
+/// Runs `body` on a new thread in a new network namespace, with an empty `/run` of its own, in which
+/// locks and indexes of rules are files. Without the privilege for that, the test is skipped
+/// visibly, or fails with `CNI_TEST_REQUIRE=all`.
 #[track_caller]
 pub fn in_new_netns(body: impl FnOnce() + Send) {
     thread::scope(|scope| {
         // The test's name, for the line that reports a skip.
         let builder = thread::Builder::new().name(thread::current().name().unwrap_or("?").to_owned());
-        let test = builder.spawn_scoped(scope, || match unshare(CloneFlags::CLONE_NEWNET) {
-            Ok(()) => body(),
+        let test = builder.spawn_scoped(scope, || match unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS) {
+            Ok(()) => {
+                make_mounts_private();
+                mount_tmpfs("/run");
+                body();
+            }
             Err(errno) => crate::skipped(&format!("cannot make a network namespace: {errno}")),
         });
         test.unwrap().join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -90,19 +95,28 @@ pub(crate) fn node() -> (File, File) {
     on_a_thread(|| {
         unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
             .expect("to make network and mount namespaces: run as root or by scripts/test");
-        let none: Option<&str> = None;
-        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).expect("to make mounts private");
-        for folder in ["/run", "/var/lib"] {
-            mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755")).expect("a private tmpfs");
-        }
-        if Path::new("/etc/cni").exists() {
-            mount(Some("tmpfs"), "/etc/cni", Some("tmpfs"), MsFlags::empty(), none).expect("a private /etc/cni");
+        make_mounts_private();
+        for folder in ["/run", "/var/lib", "/etc/cni"] {
+            if Path::new(folder).exists() {
+                mount_tmpfs(folder);
+            }
         }
         // Refused inside some user namespaces; only `/sys/class/net` would be wrong then, and no
         // plugin relies on it.
-        let _ = mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), none);
+        let _ = mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>);
         (open("net"), open("mnt"))
     })
+}
+
+/// Keeps the mounts of the calling thread's new mount namespace out of the machine's.
+fn make_mounts_private() {
+    let none: Option<&str> = None;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).expect("to make mounts private");
+}
+
+/// Mounts an empty file system at a folder.
+fn mount_tmpfs(folder: &str) {
+    mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755")).expect("a private tmpfs");
 }
 
 /// Raises the limit of open files to the hard limit. Each running plugin and each container needs
