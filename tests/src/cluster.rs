@@ -39,6 +39,15 @@ impl Cluster {
         node.file("cluster-local.json", patched(self.server.node_file(name, port), json!({"timeout": 5})).to_string());
     }
 
+    /// Sets how many seconds a call on any node may wait for the server and for other calls.
+    pub fn set_timeout(&self, seconds: u32) {
+        for node in &self.nodes {
+            let file = std::fs::read(node.dir().join("cluster-local.json")).unwrap();
+            let file = patched(serde_json::from_slice(&file).unwrap(), json!({"timeout": seconds}));
+            node.file("cluster-local.json", file.to_string());
+        }
+    }
+
     /// Returns the network `net1`, for a direct call of cluster-local on a node.
     pub fn network(&self, node: usize, ranges: &Value) -> Value {
         let node = &self.nodes[node];
