@@ -153,6 +153,10 @@ fn put(key: &str, value: &impl Serialize) -> Value {
     json!({"request_put": {"key": STANDARD.encode(key), "value": STANDARD.encode(json!(value).to_string())}})
 }
 
+    fn deletion_advice(&self, claim: &Claim) -> String {
+        format!("delete the keys of its claims, such as {}", self.block_key(&claim.pool, claim.first))
+    }
+
 /// Returns the records of an answer to a range request. The gateway omits an empty list.
 pub(crate) fn records(mut answer: Value) -> Vec<Value> {
     serde_json::from_value(answer["kvs"].take()).unwrap_or_default()

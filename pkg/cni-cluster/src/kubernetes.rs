@@ -142,6 +142,10 @@ impl Store for Kubernetes<'_> {
             }
         }
     }
+
+    fn deletion_advice(&self, claim: &Claim) -> String {
+        format!("kubectl delete ipblocks --field-selector spec.node={}", claim.node)
+    }
 }
 
 /// Returns the JSON of an object.

@@ -143,4 +143,7 @@ pub trait Store {
 
     /// Returns what the cluster knows of the node of this name.
     fn node_state(&mut self, name: &str) -> Result<NodeState>;
+
+    /// Returns how an operator deletes all claims of the node of `claim`.
+    fn deletion_advice(&self, claim: &Claim) -> String;
 }

@@ -197,6 +197,9 @@ impl Store for MemoryStore {
             None => NodeState::Unsupported,
             Some(nodes) => match nodes.get(&name) {
                 Some(machine) => NodeState::Present(machine.clone()),
+    fn deletion_advice(&self, claim: &Claim) -> String {
+        format!("delete what {} has, such as {}", claim.node, claim.first)
+    }
                 None => NodeState::Absent(memory.now),
             },
         })

@@ -45,6 +45,8 @@ fn a_claim_needs_its_pool() {
         assert!(unknown(store.change(&own, &Change::Create)).contains("its pool has been deleted"));
         create_pool(&mut *store, POOL, "10.61.0.0/16");
         create(&mut *store, &own);
+        let advice = store.deletion_advice(&own);
+        assert_eq!(advice, "delete the keys of its claims, such as /cni/blocks/10.61.0.0-16/10.61.0.64");
         // Two pools of which one's name begins with the other's.
         create_pool(&mut *store, "10.61.0.0-1", "0.0.0.0/1");
         assert_eq!(store.taken("10.61.0.0-1").unwrap(), []);

@@ -385,19 +385,11 @@ impl<'a> Cluster<'a> {
         if *node != self.ledger.node || claim.network != self.network.name {
             return Ok(Seen::Other(Holder { node: claim.node, network: claim.network }));
         }
-        if claim.machine != machine {
-            let state = self.store()?.node_state(node)?;
-            if state != NodeState::Present(machine.clone()) {
-                let other = &claim.machine;
-                let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
-                let advice = match state {
-                    NodeState::Unsupported => {
-                        format!("delete the keys of its claims, such as that of {}", claim.block())
-                    }
-                    _ => format!("kubectl delete ipblocks --field-selector spec.node={node}"),
-                };
-                return Err(Error::new(Code::CONFLICT, format!("{what}; if that machine is off: {advice}")));
-            }
+        if claim.machine != machine && self.store()?.node_state(node)? != NodeState::Present(machine.clone()) {
+            let other = &claim.machine;
+            let what = format!("the claims of node {node} are of machine {other:?}, not of this one, {machine:?}");
+            let advice = self.store()?.deletion_advice(&claim);
+            return Err(Error::new(Code::CONFLICT, format!("{what}; if that machine is off: {advice}")));
         }
         Ok(Seen::Own(version))
     }

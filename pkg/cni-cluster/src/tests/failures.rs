@@ -319,7 +319,7 @@ fn a_rebuilt_node_adopts_the_claims_of_its_name() {
         TestNode { host: crate::ledger::Host { machine: "new".to_owned(), ..rebuilt.host.clone() }, ..rebuilt };
     let error = rebuilt.add().unwrap_err();
     let expected = "the claims of node node1 are of machine \"machine of node1\", not of this one, \"new\"; \
-                    if that machine is off: kubectl delete ipblocks --field-selector spec.node=node1";
+                    if that machine is off: delete what node1 has, such as 10.61.0.2";
     assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
     memory.borrow_mut().nodes = Some(BTreeMap::from([("node1".to_owned(), "new".to_owned())]));
     rebuilt.add().unwrap();
@@ -346,8 +346,7 @@ fn a_second_machine_with_the_name_is_refused() {
     });
     assert_eq!(node.add().unwrap(), address);
     let error = twin.add().unwrap_err();
-    let advice = "; if that machine is off: delete the keys of its claims, such as that of block 10.61.0.2-10.61.0.2 of \
-                  pool 10.61.0.0-30";
+    let advice = "; if that machine is off: delete what node1 has, such as 10.61.0.2";
     assert!(error.code() == Code::CONFLICT && error.to_string().ends_with(advice), "{error}");
     assert!(twin.ledger().spans(|_| true).is_empty());
 }
