@@ -19,13 +19,13 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::time::{Duration, Instant};
 
 use cni::machine::OnSigterm;
-use cni::{Cidr, Code, Error, Result};
+use cni::{Code, Error, Result};
 use cni_ipam::Shortage;
 use cni_ipam::ranges::Range;
 use cni_linux::flock::{self, Limit};
 
 use crate::ledger::{Action, Entry, Holder, Ledger, Seen, State};
-use crate::pool::{self, Block};
+use crate::pool::Block;
 use crate::store::{Claim, NodeState, Outcome, Pool, Reclaim, Store, Version};
 
 pub use network::Network;
@@ -122,9 +122,6 @@ impl<'a> Cluster<'a> {
         self.save()?;
         match self.fulfil(shortage) {
             Err(error) if is_optional && !matches!(error.code(), Code::INVALID_CONFIG | Code::CONFLICT) => {
-                for (name, size) in before.pools {
-                    self.ledger.pools.entry(name).or_insert(size);
-                }
                 self.ledger.extend_trust(&self.network.host);
                 self.note_unverified(&error);
                 self.save()
@@ -242,7 +239,9 @@ impl<'a> Cluster<'a> {
         if self.finish_begun()? {
             return Ok(());
         }
-        self.ensure_pools()?;
+        if self.network.pools().iter().any(|(name, _)| !self.ledger.pools.contains_key(name)) {
+            self.read_pools()?;
+        }
         let Some(Shortage { set: position, requested }) = shortage else { return Ok(()) };
         let set = &self.network.sets[position];
         let block = requested.and_then(|address| self.block_of(address));
@@ -291,25 +290,14 @@ impl<'a> Cluster<'a> {
             return Err(Error::new(Code::CONFLICT, format!("{what}; {advice}")));
         }
         self.ledger.node = node.clone();
-        let mut own = Vec::new();
-        for (claim, version) in self.store()?.claims_of(&node)? {
-            if claim.network == self.network.name {
-                let block = claim.block();
-                self.ledger.begin_claim(&block);
-                own.push((block, self.recognise(claim, version)?));
-            }
-        }
-        self.ledger.pools.clear();
-        self.ensure_pools()?;
+        let own = self.own_claims(&node)?;
+        own.iter().for_each(|(block, _)| self.ledger.begin_claim(block));
+        self.read_pools()?;
         let reserved = (self.network.lock_reservations)()?.addresses;
-        let seen = |block: &Block| own.iter().find(|(other, _)| other == block).map(|(_, seen)| seen.clone());
+        let version = |block: &Block| own.iter().find(|(other, _)| other == block).map(|(_, version)| version.clone());
         for Entry { block, .. } in self.ledger.entries().to_vec() {
             if !self.ledger.fits(&block) {
-                let version = match seen(&block) {
-                    Some(Seen::Own(version)) => Some(version),
-                    _ => None,
-                };
-                self.ledger.replace(&block, version, &reserved);
+                self.ledger.replace(&block, version(&block), &reserved);
             }
         }
         for address in &reserved {
@@ -320,45 +308,55 @@ impl<'a> Cluster<'a> {
         }
         for Entry { block, .. } in self.ledger.entries().to_vec() {
             if self.ledger.fits(&block) || matches!(self.ledger.state(&block), Some(State::Releasing(_))) {
-                self.settle(&block, seen(&block).unwrap_or(Seen::Unread), &reserved)?;
+                self.settle(&block, version(&block).map_or(Seen::Unread, Seen::Own), &reserved)?;
             }
         }
         self.ledger.set_verified(&self.network.host);
         self.save()
     }
 
-    /// Records the block sizes of the pools if the ledger lacks one of the network's, and creates
-    /// pools that do not exist.
-    fn ensure_pools(&mut self) -> Result<()> {
+    /// Returns the blocks and versions of this network's claims with the node's name.
+    ///
+    /// # Errors
+    /// Code 102 if another machine has made one of them.
+    fn own_claims(&mut self, node: &str) -> Result<Vec<(Block, Version)>> {
+        let mut own = Vec::new();
+        for (claim, version) in self.store()?.claims_of(node)? {
+            let block = claim.block();
+            if let Seen::Own(version) = self.recognise(claim, version)? {
+                own.push((block, version));
+            }
+        }
+        Ok(own)
+    }
+
+            let mut is_complete = true;
+    /// Records the block sizes of the pools, and creates those of the network that do not exist.
+    fn read_pools(&mut self) -> Result<()> {
         let wanted = self.network.pools();
-        while wanted.iter().any(|(name, _)| !self.ledger.pools.contains_key(name)) {
+        loop {
             let pools = self.store()?.pools()?;
             for (name, subnet) in &wanted {
                 // Also if the pool exists: two nodes may have created both at the same time.
                 self.network.check_overlap(name, *subnet, &pools)?;
-                match pools.iter().find(|(other, _)| other == name) {
-                    Some((_, pool)) => self.network.check_block_size(name, *subnet, pool.block_size)?,
-                    // The next list has the pool, or the one that another node creates first.
-                    None => {
-                        let pool = self.new_pool(name, *subnet)?;
-                        self.store()?.create_pool(name, &pool)?;
-                    }
+                let found = pools.iter().find(|(other, _)| other == name).map(|(_, pool)| pool.block_size);
+                let block_size = found.unwrap_or_else(|| self.network.new_block_size(*subnet));
+                self.network.check_block_size(name, *subnet, block_size)?;
+                if found.is_none() {
+                    let pool = Pool { subnet: *subnet, block_size, reclaim: Reclaim::default() };
+                    self.store()?.create_pool(name, &pool)?;
+                    is_complete = false;
                 }
             }
-            let has_entry = |name: &String| self.ledger.entries().iter().any(|entry| entry.block.pool == *name);
-            let is_used = |(name, _): &(String, Pool)| wanted.iter().any(|(other, _)| other == name) || has_entry(name);
-            let used: Vec<_> = pools.into_iter().filter(is_used).map(|(name, pool)| (name, pool.block_size)).collect();
-            self.ledger.pools.extend(used);
+            // Otherwise the next list has the pool, or the one that another node creates first.
+            if is_complete {
+                let has_entry = |name: &String| self.ledger.entries().iter().any(|entry| entry.block.pool == *name);
+                let is_used = |name: &String| wanted.iter().any(|(other, _)| other == name) || has_entry(name);
+                let sizes = pools.into_iter().map(|(name, pool)| (name, pool.block_size));
+                self.ledger.pools = sizes.filter(|(name, _)| is_used(name)).collect();
+                return Ok(());
+            }
         }
-        Ok(())
-    }
-
-    /// Returns a new pool.
-    fn new_pool(&self, name: &str, subnet: Cidr) -> Result<Pool> {
-        let default_size = pool::default_block_size(self.network.addresses(subnet));
-        let block_size = self.network.block_size.unwrap_or(default_size);
-        self.network.check_block_size(name, subnet, block_size)?;
-        Ok(Pool { subnet, block_size, reclaim: Reclaim::default() })
     }
 
     /// Returns the name and the block size of the pool of a range, which the ledger has.

@@ -52,10 +52,11 @@ impl<'a> Network<'a> {
         self.ranges().map(|range| (self.pool(range), range.subnet())).collect()
     }
 
-    /// Returns the number of addresses of the ranges in a subnet.
-    pub(super) fn addresses(&self, subnet: Cidr) -> u128 {
+    /// Returns the block size of a new pool of a subnet.
+    pub(super) fn new_block_size(&self, subnet: Cidr) -> u32 {
         let size = |range: &Range| (number(range.last()) - number(range.first())).saturating_add(1);
-        self.ranges().filter(|range| range.subnet() == subnet).map(size).fold(0, u128::saturating_add)
+        let sizes = self.ranges().filter(|range| range.subnet() == subnet).map(size);
+        self.block_size.unwrap_or_else(|| pool::default_block_size(sizes.fold(0, u128::saturating_add)))
     }
 
     /// Checks the size of the blocks of the pool with this name and subnet.
