@@ -7,7 +7,7 @@ use cni::Result;
 use cni_ipam::ranges::RangeSet;
 
 use super::Cluster;
-use crate::ledger::reclaim;
+use crate::ledger::{State, reclaim};
 use crate::pool::{self, Block};
 use crate::store::{Change, NodeState, Reclaim};
 
@@ -37,19 +37,21 @@ impl Cluster<'_> {
                     taken.extend(listed.into_iter().map(|(first, node)| ((pool.clone(), first), node)));
                 }
             }
-            let holder = match taken.remove(&(block.pool.clone(), block.first)) {
-                _ if self.ledger.state(&block).is_some() => node.clone(),
-                Some(holder) => holder,
-                None => match self.claim(&block)? {
-                    Some(holder) => {
-                        refusals += 1;
-                        holder.node
-                    }
-                    None => return Ok(None),
-                },
+            let listed = taken.remove(&(block.pool.clone(), block.first));
+            let holder = match (self.ledger.state(&block), listed) {
+                (Some(State::Lost(holder)), _) => holder.node.clone(),
+                (Some(_), _) => node.clone(),
+                (None, Some(holder)) => holder,
+                (None, None) => {
+                    let Some(holder) = self.claim(&block)? else { return Ok(None) };
+                    refusals += 1;
+                    holder.node
+                }
             };
             holders.entry(holder).or_default().push(block);
         }
+        // Another machine may have this node's name, and some of the blocks in the list.
+        self.own_claims(&node)?;
         let rules = self.store()?.pools()?;
         let mut marks = Vec::new();
         let mut others: Vec<_> = holders.iter().filter(|(holder, _)| !holder.is_empty() && **holder != node).collect();

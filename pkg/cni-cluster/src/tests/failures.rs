@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use cni::{Code, Error};
 
-use super::address;
+use super::{address, reserved_claim};
 use crate::ledger::State;
 use crate::store::Reclaim;
 use crate::testing::{Fault, TestNode, memory};
@@ -276,7 +276,8 @@ fn a_node_that_was_absent_for_an_hour_reports_lost_blocks() {
     memory.borrow_mut().now += 3600;
     let address = other.add().unwrap();
     node.host.uptime += 3600;
-    assert!(node.add().is_err());
+    let error = node.add().unwrap_err();
+    assert!(error.to_string().ends_with("all 1 blocks of pool 10.61.0.0-30 are claimed: node node2 has 1"), "{error}");
     let notes = node.ledger().lost_notes(&[address]);
     assert!(notes[0].contains("is claimed by network net of node node2, but 10.61.0.2 are in use here"), "{notes:?}");
     node.del(address);
@@ -349,6 +350,34 @@ fn a_second_machine_with_the_name_is_refused() {
     let advice = "; if that machine is off: delete what node1 has, such as 10.61.0.2";
     assert!(error.code() == Code::CONFLICT && error.to_string().ends_with(advice), "{error}");
     assert!(twin.ledger().spans(|_| true).is_empty());
+}
+
+#[test]
+fn a_second_machine_is_refused_if_only_a_list_has_its_claims() {
+    let memory = memory();
+    memory.borrow_mut().nodes = None;
+    let [node, twin] = ["one", "two"].map(|machine| {
+        let node = TestNode { block_size: Some(1), ..TestNode::new(&memory, "node1", &["10.61.0.0/27"]) };
+        TestNode { host: crate::ledger::Host { machine: machine.to_owned(), ..node.host.clone() }, ..node }
+    });
+    // Both verify their ledgers before the first claim.
+    for node in [&node, &twin] {
+        node.call(|slow| {
+            slow.held().unwrap();
+            slow.obtain(None).unwrap();
+        });
+    }
+    // All blocks that both try before the list are reserved.
+    let pool = "10.61.0.0-27";
+    let candidates = crate::pool::candidates(&node.sets[0], &|_| (pool.to_owned(), 1), "node1/net", &[]);
+    let order: Vec<_> = candidates.map(|block| block.first).collect();
+    for first in &order[..order.len() - 1] {
+        let record = (reserved_claim(pool, *first), crate::store::Version("reserved".to_owned()));
+        memory.borrow_mut().claims.insert((pool.to_owned(), *first), record);
+    }
+    assert_eq!(node.add().unwrap(), order[order.len() - 1]);
+    let error = twin.add().unwrap_err();
+    assert!(error.code() == Code::CONFLICT && error.to_string().contains("are of machine \"one\""), "{error}");
 }
 
 #[test]

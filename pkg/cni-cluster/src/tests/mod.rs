@@ -21,9 +21,9 @@ fn address(text: &str) -> IpAddr {
 }
 
 /// Returns a claim that an operator has made of one address.
-fn reserved_claim(pool: &str, member: &str) -> Claim {
+fn reserved_claim(pool: &str, member: IpAddr) -> Claim {
     let text = String::new;
-    let (first, last, pool) = (address(member), address(member), pool.to_owned());
+    let (first, last, pool) = (member, member, pool.to_owned());
     Claim { pool, first, last, node: text(), network: text(), machine: text(), nonce: text(), absent_since: None }
 }
 
@@ -101,7 +101,7 @@ fn a_requested_address_brings_its_block() {
                     10.61.0.1-10.61.0.254: claimed by network net of node node1";
     assert_eq!((error.code(), error.to_string().as_str()), (Code::CONFLICT, expected));
     assert!(two.ledger().entries().is_empty());
-    let claim = reserved_claim("10.61.0.0-24", "10.61.0.100");
+    let claim = reserved_claim("10.61.0.0-24", address("10.61.0.100"));
     let record = (claim, crate::store::Version("reserved".to_owned()));
     memory.borrow_mut().claims.insert(("10.61.0.0-24".to_owned(), address("10.61.0.100")), record);
     let error = two.add_in(0, Some(address("10.61.0.101"))).unwrap_err();
