@@ -19,6 +19,9 @@ use crate::http::{Client, decode, unclear};
 use crate::pool::{self, Block};
 use crate::store::{Change, Claim, NodeState, Outcome, Pool, Store, Version};
 
+/// The largest number of records in one answer.
+const MAX_RECORDS: usize = 500;
+
 /// A client of the members of one etcd.
 pub(crate) struct Etcd<'m> {
     pub(crate) client: Client<'m>,
@@ -55,15 +58,25 @@ impl Etcd<'_> {
         })
     }
 
-    /// Reads one key, or all keys that begin with `key` if it ends with `/`. Only a list for the
-    /// choice of a candidate may be a moment old.
+    /// Reads one key, or all keys that begin with `key` if it ends with `/`, in several requests if
+    /// they are many. Only a list for the choice of a candidate may be a moment old.
     fn range(&mut self, key: &str, is_serializable: bool) -> Result<Vec<Value>> {
-        let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable});
+        let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable, "limit": MAX_RECORDS});
         if let Some(parent) = key.strip_suffix('/') {
             // The first key after all that begin with the prefix: `0` follows `/`.
             body["range_end"] = STANDARD.encode(format!("{parent}0")).into();
         }
-        Ok(records(self.call("range", &body)?))
+        let mut all = Vec::new();
+        loop {
+            let answer = self.call("range", &body)?;
+            let has_more = answer["more"] == true;
+            all.extend(records(answer));
+            match all.last() {
+                // The next request begins with the first key after the last one.
+                Some(last) if has_more => body["key"] = STANDARD.encode(text(last, "key") + "\0").into(),
+                _ => return Ok(all),
+            }
+        }
     }
 
     fn pool_key(&self, pool: &str) -> String {
