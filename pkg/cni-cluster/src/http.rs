@@ -155,14 +155,17 @@ impl<'m> Client<'m> {
     fn exchange(&mut self, request: String) -> io::Result<Response> {
         // An endpoint that does not answer must leave time for the others.
         let begin = self.machine.now();
-        // Nothing is sent that could take effect after the caller has got an error.
-        if begin >= self.limit.deadline {
-            return Err(io::Error::new(ErrorKind::TimedOut, "no answer in time"));
-        }
-        if self.machine.terminated() {
-            return Err(io::Error::other("interrupted by a signal"));
-        }
         let share = self.limit.deadline.saturating_duration_since(begin) / self.conf.endpoints.len().min(3) as u32;
+        let machine = self.machine;
+        let may_go_on = || {
+            if machine.terminated() {
+                return Err(io::Error::other("interrupted by a signal"));
+            }
+            let is_over = machine.now() >= begin + share;
+            if is_over { Err(io::Error::new(ErrorKind::TimedOut, "no answer in time")) } else { Ok(()) }
+        };
+        // Nothing is sent that could take effect after the caller has got an error.
+        may_go_on()?;
         let (endpoint, server_name) = (self.conf.endpoints[0].clone(), self.conf.server_name.clone());
         let (connection, tls) = (self.connection.take(), Arc::clone(&self.tls));
         let exchange = move || {
@@ -175,20 +178,15 @@ impl<'m> Client<'m> {
         };
         let (sender, receiver) = mpsc::channel();
         thread::Builder::new().spawn(move || drop(sender.send(exchange())))?;
-        while self.machine.now() < begin + share {
-            if self.machine.terminated() {
-                return Err(io::Error::other("interrupted by a signal"));
-            }
+        let answer = loop {
             match receiver.recv_timeout(TICK) {
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
-                answer => {
-                    let (response, connection) = answer.map_err(io::Error::other)??;
-                    self.connection = response.is_reusable.then_some(connection);
-                    return Ok(response);
-                }
+                Err(mpsc::RecvTimeoutError::Timeout) => may_go_on()?,
+                answer => break answer,
             }
-        }
-        Err(io::Error::new(ErrorKind::TimedOut, "no answer in time"))
+        };
+        let (response, connection) = answer.map_err(io::Error::other)??;
+        self.connection = response.is_reusable.then_some(connection);
+        Ok(response)
     }
 }
 

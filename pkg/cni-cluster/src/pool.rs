@@ -113,27 +113,16 @@ pub fn candidates<'a>(
     seed: &str,
     newest: &[Block],
 ) -> impl Iterator<Item = Block> + use<'a> {
-    // The numbers of the first and the last block of each range, divided by the block size.
-    let mut spans: Vec<(String, u32, u128, u128)> = Vec::with_capacity(set.ranges().len());
+    // The blocks of each range: pool, size, first and last number, and the first one's position in
+    // the order of all blocks.
+    type Span = (String, u32, u128, u128, u128);
+    let mut spans: Vec<Span> = Vec::with_capacity(set.ranges().len());
+    let mut total = 0_u128;
     for range in set.ranges() {
         let (pool, size) = pool_of(range);
         let block_number = |member: IpAddr| number(member) / u128::from(size);
-        let span = (pool, size, block_number(range.first()), block_number(range.last()));
-        spans.insert(spans.partition_point(|other| *other < span), span);
-    }
-    // Two ranges may have addresses in one block.
-    spans.dedup_by(|next, kept| {
-        let joins = next.0 == kept.0 && next.2 <= kept.3;
-        if joins {
-            kept.3 = kept.3.max(next.3);
-        }
-        joins
-    });
-    // The position of a span's first block in the order of all blocks, and their number.
-    let mut total = 0_u128;
-    let mut starts = Vec::with_capacity(spans.len());
-    for (.., first, last) in &spans {
-        starts.push(total);
+        let (first, last) = (block_number(range.first()), block_number(range.last()));
+        spans.push((pool, size, first, last, total));
         total = total.saturating_add(last - first).saturating_add(1);
     }
     let hash = cni::hash::sha512(&[seed.as_bytes()]);
@@ -143,20 +132,23 @@ pub fn candidates<'a>(
     while greatest_common_divisor(step, total) != 1 {
         step += 1;
     }
-    let position = |block: &Block| {
-        spans.iter().zip(&starts).find_map(|((pool, size, first, last), start)| {
+    let position_of = |spans: &[Span], block: &Block| {
+        spans.iter().find_map(|(pool, size, first, last, start)| {
             let number = number(block.first) / u128::from(*size);
             (*pool == block.pool && (*first..=*last).contains(&number)).then(|| start + number - first)
         })
     };
-    let start = newest.iter().find_map(position).map_or(hash_number(0) % total, |position| position + step);
+    let newest = newest.iter().find_map(|block| position_of(&spans, block));
+    let start = newest.map_or(hash_number(0) % total, |position| position + step);
     let gateways = set.inner_gateways();
     (0..total).filter_map(move |turn| {
         let position = (start + turn * step) % total;
-        let at = starts.partition_point(|start| *start <= position) - 1;
-        let (pool, size, first, _) = &spans[at];
-        let member = address(set.ranges().first()?.first(), (first + position - starts[at]) * u128::from(*size));
-        Some(Block::of(pool, *size, member)).filter(|block| block.has_usable(set, &gateways))
+        let at = spans.partition_point(|(.., start)| *start <= position) - 1;
+        let (pool, size, first, _, start) = &spans[at];
+        let member = address(set.ranges()[at].first(), (first + position - start) * u128::from(*size));
+        let block = Block::of(pool, *size, member);
+        // Two ranges may have addresses in one block. It counts only in the first of them.
+        (position_of(&spans, &block) == Some(position) && block.has_usable(set, &gateways)).then_some(block)
     })
 }
 

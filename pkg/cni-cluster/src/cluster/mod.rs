@@ -76,18 +76,18 @@ impl<'a> Cluster<'a> {
         self.ledger = Ledger::read(&self.network.sidecar);
         let pools = self.network.pools();
         for (name, subnet) in &pools {
-            let size = self.ledger.pools.get(name);
-            size.map_or(Ok(()), |size| self.network.check_block_size(name, *subnet, *size))?;
+            if let Some(size) = self.ledger.pools.get(name) {
+                self.network.check_block_size(name, *subnet, *size)?;
+            }
         }
         // The ledger may have blocks of pools that an earlier configuration used.
         let is_chosen = |block: &Block| {
             let is_known = self.ledger.pools.contains_key(&block.pool);
             pools.iter().any(|(name, _)| *name == block.pool) && (!is_known || self.ledger.fits(block))
         };
-        let spans = || self.ledger.spans(is_chosen);
         let host = &self.network.host;
         let is_usable = self.ledger.is_usable(host) || self.is_unverified && self.ledger.is_of_boot(host);
-        Ok(is_usable.then(spans))
+        Ok(is_usable.then(|| self.ledger.spans(is_chosen)))
     }
 
     /// Claims a block for a shortage, or without one verifies the ledger, because
@@ -188,7 +188,7 @@ impl<'a> Cluster<'a> {
         store.set_limit(limit);
         let path = self.network.sidecar.join("claim.lock");
         let doing = format!("failed to lock {}", path.display());
-        loop {
+        while self.network.machine.now() < limit.deadline {
             let file = DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
@@ -206,10 +206,8 @@ impl<'a> Cluster<'a> {
                 return Ok(lock);
             }
             // The lock file was removed or replaced during the wait.
-            if self.network.machine.now() >= limit.deadline {
-                return Err(Error::new(Code::TRY_AGAIN, format!("{doing}: another process keeps removing it")));
-            }
         }
+        Err(Error::new(Code::TRY_AGAIN, format!("{doing}: another process keeps removing it")))
     }
 
     /// Writes the ledger.
@@ -245,19 +243,16 @@ impl<'a> Cluster<'a> {
         let Some(Shortage { set: position, requested }) = shortage else { return Ok(()) };
         let set = &self.network.sets[position];
         let block = requested.and_then(|address| self.block_of(address));
-        let (code, msg) = match (requested, block) {
-            (Some(address), Some(block)) => {
-                let Some(holder) = self.claim(&block)? else { return Ok(()) };
-                (
-                    Code::CONFLICT,
-                    format!("requested IP address {address} is not available in range set {set}: {holder}"),
-                )
-            }
-            _ => {
-                let Some(why) = self.claim_any(set)? else { return Ok(()) };
-                (Code::TRY_AGAIN, format!("no IP addresses available in range set: {set}; {why}"))
-            }
+        let refusal = match (requested, block) {
+            (Some(address), Some(block)) => self.claim(&block)?.map(|holder| {
+                let msg = format!("requested IP address {address} is not available in range set {set}: {holder}");
+                (Code::CONFLICT, msg)
+            }),
+            _ => self
+                .claim_any(set)?
+                .map(|why| (Code::TRY_AGAIN, format!("no IP addresses available in range set: {set}; {why}"))),
         };
+        let Some((code, msg)) = refusal else { return Ok(()) };
         Err(Error::new(code, format!("failed to allocate for range {position}: {msg}")))
     }
 
@@ -330,12 +325,12 @@ impl<'a> Cluster<'a> {
         Ok(own)
     }
 
-            let mut is_complete = true;
     /// Records the block sizes of the pools, and creates those of the network that do not exist.
     fn read_pools(&mut self) -> Result<()> {
         let wanted = self.network.pools();
         loop {
             let pools = self.store()?.pools()?;
+            let mut is_complete = true;
             for (name, subnet) in &wanted {
                 // Also if the pool exists: two nodes may have created both at the same time.
                 self.network.check_overlap(name, *subnet, &pools)?;
@@ -396,11 +391,8 @@ impl<'a> Cluster<'a> {
     /// of a block that is not this node's. `reserved`: the addresses in use.
     fn settle(&mut self, block: &Block, mut seen: Seen, reserved: &[IpAddr]) -> Result<Option<Holder>> {
         let is_reserved = block.contains_any(reserved);
-        let mut holder = None;
         loop {
-            if let Seen::Other(other) = &seen {
-                holder = Some(other.clone());
-            }
+            let holder = if let Seen::Other(holder) = &seen { Some(holder.clone()) } else { None };
             let action = self.ledger.step(block, seen, is_reserved);
             if self.ledger.is_changed {
                 self.save()?;

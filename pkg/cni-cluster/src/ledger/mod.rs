@@ -228,8 +228,7 @@ impl Ledger {
     /// Records that the block is about to be claimed or adopted, if the ledger does not have it.
     pub fn begin_claim(&mut self, block: &Block) {
         if self.state(block).is_none() {
-            self.entries.push(Entry { block: block.clone(), state: State::Claiming });
-            self.is_changed = true;
+            self.set(block, Some(State::Claiming));
         }
     }
 
@@ -243,21 +242,22 @@ impl Ledger {
         released: Option<&[IpAddr]>,
         is_in_use: &dyn Fn(&str) -> bool,
     ) -> Vec<Block> {
-        let is_empty = |entry: &&Entry| matches!(entry.state, State::Held(_)) && !entry.block.contains_any(reserved);
-        let empty: Vec<&Block> = self.entries.iter().filter(is_empty).map(|entry| &entry.block).collect();
-        let mut rest: BTreeMap<&str, usize> = BTreeMap::new();
-        for block in &empty {
-            *rest.entry(&block.pool).or_default() += 1;
-        }
-        let is_begun = |entry: &&Entry| matches!(entry.state, State::Claiming | State::Releasing(_));
-        let begun = self.entries.iter().filter(is_begun).map(|entry| entry.block.clone());
-        let is_chosen = |block: &Block| released.is_none() && !block.contains_any(reserved);
-        let mut surplus: Vec<Block> = begun.filter(is_chosen).collect();
-        for block in empty {
-            let rest = rest.entry(&block.pool).or_default();
+        let empty: Vec<&Entry> = self.entries.iter().filter(|entry| !entry.block.contains_any(reserved)).collect();
+        let mut surplus: Vec<Block> = Vec::new();
+        for Entry { block, state } in &empty {
+            let remains = |other: &&Entry| {
+                let is_other = other.block.pool == block.pool && other.block != *block;
+                is_other && matches!(other.state, State::Held(_)) && !surplus.contains(&other.block)
+            };
             let is_chosen = released.is_none_or(|released| block.contains_any(released));
-            if is_chosen && (*rest > 1 || block.first == block.last || !is_in_use(&block.pool)) {
-                *rest -= 1;
+            let is_surplus = match state {
+                State::Held(_) => {
+                    is_chosen && (block.first == block.last || !is_in_use(&block.pool) || empty.iter().any(remains))
+                }
+                State::Claiming | State::Releasing(_) => released.is_none(),
+                State::Lost(_) => false,
+            };
+            if is_surplus {
                 surplus.push(block.clone());
             }
         }
