@@ -106,10 +106,9 @@ impl Store for Etcd<'_> {
         self.range(&prefix, false)?.iter().map(named).collect()
     }
 
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool> {
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<()> {
         let key = self.pool_key(name);
-        let outcome = self.transact(&key, &[revision(&key, "CREATE", "EQUAL", "0")], put(&key, pool))?;
-        Ok(matches!(outcome, Outcome::Written(_)))
+        self.transact(&key, &[revision(&key, "CREATE", "EQUAL", "0")], put(&key, pool)).map(drop)
     }
 
     fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>> {
@@ -153,6 +152,10 @@ impl Store for Etcd<'_> {
     fn node_state(&mut self, _: &str) -> Result<NodeState> {
         Ok(NodeState::Unsupported)
     }
+
+    fn deletion_advice(&self, claim: &Claim) -> String {
+        format!("delete the keys of its claims, such as {}", self.block_key(&claim.pool, claim.first))
+    }
 }
 
 /// Returns the condition that a key's revision of this kind compares so with `number`.
@@ -165,10 +168,6 @@ fn revision(key: &str, kind: &str, comparison: &str, number: &str) -> Value {
 fn put(key: &str, value: &impl Serialize) -> Value {
     json!({"request_put": {"key": STANDARD.encode(key), "value": STANDARD.encode(json!(value).to_string())}})
 }
-
-    fn deletion_advice(&self, claim: &Claim) -> String {
-        format!("delete the keys of its claims, such as {}", self.block_key(&claim.pool, claim.first))
-    }
 
 /// Returns the records of an answer to a range request. The gateway omits an empty list.
 pub(crate) fn records(mut answer: Value) -> Vec<Value> {

@@ -85,9 +85,9 @@ impl Store for Kubernetes<'_> {
         self.list("ippools")?.iter().map(|object| Ok((name(object), decode(&object["spec"])?))).collect()
     }
 
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool> {
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<()> {
         let object = object("IPPool", json!({"name": name}), pool);
-        Ok(self.call("POST", &format!("ippools?{WRITE}"), &object)?.0 == 200)
+        self.call("POST", &format!("ippools?{WRITE}"), &object).map(drop)
     }
 
     fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>> {

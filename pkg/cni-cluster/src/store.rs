@@ -125,8 +125,8 @@ pub trait Store {
     /// Returns the names and contents of all pools.
     fn pools(&mut self) -> Result<Vec<(String, Pool)>>;
 
-    /// Creates a pool. Returns `false` if the pool exists.
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool>;
+    /// Creates a pool if it does not exist.
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<()>;
 
     /// Returns the claim of a block with its version.
     fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>>;

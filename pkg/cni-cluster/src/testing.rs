@@ -155,14 +155,10 @@ impl Store for MemoryStore {
             listed
         })
     }
-    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<bool> {
+    fn create_pool(&mut self, name: &str, pool: &Pool) -> Result<()> {
         let (name, pool) = (name.to_owned(), pool.clone());
         self.request("create pool", move |memory| {
-            let is_new = !memory.pools.contains_key(&name);
-            if is_new {
-                memory.pools.insert(name.clone(), pool.clone());
-            }
-            is_new
+            memory.pools.entry(name.clone()).or_insert(pool.clone());
         })
     }
     fn get(&mut self, block: &Block) -> Result<Option<(Claim, Version)>> {
@@ -197,12 +193,12 @@ impl Store for MemoryStore {
             None => NodeState::Unsupported,
             Some(nodes) => match nodes.get(&name) {
                 Some(machine) => NodeState::Present(machine.clone()),
-    fn deletion_advice(&self, claim: &Claim) -> String {
-        format!("delete what {} has, such as {}", claim.node, claim.first)
-    }
                 None => NodeState::Absent(memory.now),
             },
         })
+    }
+    fn deletion_advice(&self, claim: &Claim) -> String {
+        format!("delete what {} has, such as {}", claim.node, claim.first)
     }
 }
 
