@@ -254,7 +254,7 @@ fn execute(command: &Command) -> Result<(String, u8), Error> {
             }
         },
         Command::Status { json, .. } => {
-            let folder = Folder::open(path)?;
+            let folder = Folder::open_to_read(path)?;
             let (comparison, kept) = (folder.compare()?, folder.kept_sets()?);
             let text = match json {
                 true => format!("{:#}", comparison.json(path, &kept)),

@@ -216,6 +216,19 @@ fn only_one_installer_runs_at_a_time() {
 }
 
 #[test]
+fn status_runs_beside_another_status() {
+    let place = Place::new();
+    place.install(&place.set("v1", &["bridge"])).fine();
+    let held = fs::File::open(place.dest()).unwrap();
+    held.lock_shared().unwrap();
+    place.call("status").fine();
+    place.install(&place.set("v2", &["bridge"])).failed("another cni-install is running");
+    held.lock().unwrap();
+    place.call("status").failed("another cni-install is running");
+    held.unlock().unwrap();
+}
+
+#[test]
 fn a_full_standard_output_is_reported_with_the_outcome() {
     let place = Place::new();
     let set = place.set("v1", &["bridge"]);

@@ -38,7 +38,8 @@
 //! original set. `forget` deletes both sets. All other files that `state` does not need are
 //! removed.
 //!
-//! The lock is an flock of the plugin folder itself, so there is no lock file.
+//! The lock is an flock of the plugin folder itself, so there is no lock file. Commands that change
+//! nothing share it.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
@@ -55,7 +56,7 @@ mod compare;
 mod install;
 mod restore;
 
-/// A plugin folder. It is locked against other installers as long as this value exists.
+/// A plugin folder. It is locked as long as this value exists.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
@@ -83,11 +84,24 @@ impl Folder {
         Folder::open(path)
     }
 
-    /// Opens an existing folder and locks it.
+    /// Opens an existing folder and locks it for changes.
     ///
     /// # Errors
     /// If the folder cannot be opened, or another installer is running.
     pub fn open(path: &Path) -> Result<Folder, Error> {
+        Folder::open_with(path, File::try_lock)
+    }
+
+    /// Opens an existing folder to read it. Its lock excludes only changes.
+    ///
+    /// # Errors
+    /// If the folder cannot be opened, or another installer is changing it.
+    pub fn open_to_read(path: &Path) -> Result<Folder, Error> {
+        Folder::open_with(path, File::try_lock_shared)
+    }
+
+    /// Opens an existing folder and locks it with `lock`.
+    fn open_with(path: &Path, lock: fn(&File) -> Result<(), TryLockError>) -> Result<Folder, Error> {
         let handle = File::open(path).map_err(Error::io("open the folder", path))?;
         let own_folder = path.join(".cni-install");
         // A link could lead to another program's folder, which the installer must not delete.
@@ -95,7 +109,7 @@ impl Folder {
         if found.is_some_and(|found| !found.is_dir()) {
             return Err(Error::new(format!("{} exists and is not a cni-install directory", own_folder.display())));
         }
-        match handle.try_lock() {
+        match lock(&handle) {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 return Err(Error::new(format!("another cni-install is running in {}", path.display())));
