@@ -312,22 +312,27 @@ impl<'a, C> Check<'a, C> {
     /// vrf) move it there. A default route may have another metric there: vrf gives it the metric
     /// that it would have without the default routes of other networks.
     fn compare_routes(&self) -> Result<()> {
-        let container = &self.context.container;
-        for expected in self.layer3.kernel_routes(self.inner.index) {
-            let has_expected_path = |route: &cni_linux::Route| route.gw == expected.gw && route.oif == expected.oif;
-            // The existing routes with the destination, table and metric of `expected`.
-            let mut candidates = container.list_conflicting(&expected)?;
-            if expected.table_id() == MAIN_TABLE && !candidates.iter().any(has_expected_path) {
-                candidates = container.list_all_routes(Family::of(expected.dst.address()))?;
-                // `conflicts_with` also compares the tables, so each route is compared as if it
-                // were in the table of `expected`.
-                candidates.retain(|route| {
-                    let is_moved_default = route.table_id() != MAIN_TABLE && route.dst.is_default_route();
-                    let priority = if is_moved_default { expected.priority } else { route.priority };
-                    expected.conflicts_with(&cni_linux::Route { table: expected.table, priority, ..*route })
-                });
+        let expected_routes = self.layer3.kernel_routes(self.inner.index);
+        // A container may have very many routes, so each family is listed only once.
+        let mut existing = Vec::new();
+        for family in Family::ALL {
+            if expected_routes.iter().any(|route| Family::of(route.dst.address()) == family) {
+                existing.extend(self.context.container.list_all_routes(family)?);
             }
-            if !candidates.iter().any(has_expected_path) {
+        }
+        for expected in &expected_routes {
+            let is_expected = |route: &cni_linux::Route| {
+                // As if no later plugin had moved it.
+                let mut compared = *route;
+                if expected.table_id() == MAIN_TABLE && route.table_id() != MAIN_TABLE {
+                    compared.table = expected.table;
+                    if route.dst.is_default_route() {
+                        compared.priority = expected.priority;
+                    }
+                }
+                expected.conflicts_with(&compared) && (route.gw, route.oif) == (expected.gw, expected.oif)
+            };
+            if !existing.iter().any(is_expected) {
                 return Err(failed(format!("Expected Route {expected} not found in routing table")));
             }
         }

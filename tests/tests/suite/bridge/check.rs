@@ -1,7 +1,7 @@
 //! CHECK succeeds for a healthy attachment, also after permitted changes by others, and fails for
 //! each single damage.
 
-use cni_testkit::{Container, Node};
+use cni_testkit::{Container, Node, probe, require};
 use conformance::{attach, bridge, host_end, patched};
 use serde_json::{Value, json};
 
@@ -57,6 +57,20 @@ fn fails_when_the_address_has_another_prefix() {
 #[test]
 fn fails_when_a_route_is_gone() {
     fails_after(|_, container, _| drop(container.exec(&["ip", "route", "del", "192.0.2.0/24"])));
+}
+
+#[test]
+fn the_routes_of_a_family_are_read_once() {
+    require!(probe::plugin("cnitool"));
+    let node = Node::new();
+    let (_container, attachment, result) = attach(&node, &network(&node), 1).remove(0);
+    let log = node.dir().join("log");
+    let check = attachment.invocation("CHECK", Some(&result));
+    check.env("CNI_LOG", "debug").env("CNI_LOG_FILE", &log).run().success();
+    let log = std::fs::read_to_string(log).unwrap();
+    let reads: Vec<&str> = log.lines().filter(|line| line.contains("netlink GetRoute (all)")).collect();
+    assert_eq!(reads.len(), 1, "both expected routes are IPv4 routes: {reads:#?}");
+    attachment.del_with(&result).success();
 }
 
 #[test]
