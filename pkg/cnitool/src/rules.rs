@@ -9,11 +9,11 @@ use std::path::Path;
 use clap::{Args, Subcommand};
 use cni::config::NetConf;
 use cni::rollback::{Notes, Rollback};
-use cni::skel::{Environment, RestoreMode};
+use cni::skel::{self, Environment, RestoreMode};
 use cni::{AttachmentId, Result};
 use cni_linux::{Netlink, Netns};
+use libcni::NetworkList;
 use libcni::cache::{Entry, Listing};
-use libcni::{Attachment, NetworkList};
 use serde::Serialize;
 use serde_json::json;
 
@@ -186,7 +186,7 @@ fn restore_attachment(
         return Ok(AttachmentOutcome::unexamined(entry, why));
     }
     let list = entry.list()?;
-    let environment = environment(entry);
+    let environment = Environment::new(entry.attachment.variables(skel::Verb::Check));
     let plugin_calls = plugin_calls(entry, &list, &environment, call, notes)?;
     let (mut plugins, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
@@ -230,7 +230,7 @@ fn restore_attachment(
 /// The configuration or the result in `entry` is invalid, or the rules cannot be read.
 pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Result<Vec<String>> {
     let list = entry.list()?;
-    let environment = environment(entry);
+    let environment = Environment::new(entry.attachment.variables(skel::Verb::Check));
     let plugin_calls = plugin_calls(entry, &list, &environment, call, &Notes::silent())?;
     let mut missing = Vec::new();
     for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
@@ -244,7 +244,8 @@ pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Resul
     Ok(missing)
 }
 
-/// Returns the call of each plugin in `list`, the attachment's list.
+/// Returns the call of each plugin in `list`, the attachment's list. The plugins compare the rules
+/// as in CHECK, so `environment` has that verb.
 ///
 /// # Errors
 /// The configuration or the result in `entry` is invalid.
@@ -254,10 +255,10 @@ fn plugin_calls<'c>(
     environment: &'c Environment,
     call: &Call<'c>,
     notes: &Notes,
-) -> Result<Vec<cni::skel::Call<'c>>> {
+) -> Result<Vec<skel::Call<'c>>> {
     let plugin_call = |plugin| {
         let conf = entry.request(list, plugin).and_then(NetConf::parse)?;
-        Ok(cni::skel::Call {
+        Ok(skel::Call {
             container_id: entry.attachment.container_id.clone(),
             netns: Some(entry.attachment.netns.clone().into()),
             ifname: entry.attachment.ifname.clone(),
@@ -315,14 +316,4 @@ fn why_unused(entry: &Entry, call: &Call<'_>) -> Result<Option<(Outcome, String)
         return Ok(None);
     }
     unproven(format!("{ifname} in its namespace {netns} has the MAC {mac}, but the result has {expected}"))
-}
-
-/// Returns the CNI variables of the attachment's ADD, but with the verb CHECK: the plugins compare
-/// the rules as in CHECK.
-fn environment(entry: &Entry) -> Environment {
-    let Attachment { container_id, netns, ifname, args, .. } = &entry.attachment;
-    let args: Vec<String> = args.iter().map(|(key, value)| format!("{key}={value}")).collect();
-    let names = ["CNI_COMMAND", "CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"];
-    let values = ["CHECK", container_id, netns, ifname, &args.join(";")];
-    Environment::new(names.into_iter().zip(values).map(|(name, value)| (name.into(), value.into())))
 }

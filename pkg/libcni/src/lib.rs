@@ -29,6 +29,7 @@ use std::time::Duration;
 use cni::AttachmentId;
 use cni::machine::Machine;
 use cni::rollback::Notes;
+use cni::skel::Verb;
 
 pub use cache::Cache;
 pub use folder::{ConfFile, ConfFolder};
@@ -80,5 +81,14 @@ impl Attachment {
     /// Returns the identifier of this attachment in `network`.
     pub fn id(&self, network: &str) -> AttachmentId {
         AttachmentId::new(network, &self.container_id, &self.ifname)
+    }
+
+    /// Returns the variables of the protocol for a call about this attachment, except CNI_PATH.
+    pub fn variables(&self, verb: Verb) -> Vec<(OsString, OsString)> {
+        let Attachment { container_id, netns, ifname, args, .. } = self;
+        let args: Vec<String> = args.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let names = ["CNI_COMMAND", "CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_ARGS"];
+        let values = [verb.as_str(), container_id, netns, ifname, &args.join(";")];
+        names.into_iter().zip(values).map(|(name, value)| (name.into(), value.into())).collect()
     }
 }

@@ -45,21 +45,14 @@ impl Runtime<'_> {
     /// Returns the environment of a plugin: the runtime's variables and the six of the protocol.
     /// These are set even to empty values, to replace those of this process.
     fn environment(&self, verb: Verb, attachment: &Attachment) -> Vec<(OsString, OsString)> {
-        let args: Vec<String> = attachment.args.iter().map(|(key, value)| format!("{key}={value}")).collect();
         let folders: Vec<_> = self.plugin_folders.iter().map(|folder| folder.as_os_str()).collect();
         // As in Go, a plugin does not get the folders if it is only asked for its versions.
         let path = if verb == Verb::Version { "dummy".into() } else { folders.join(":".as_ref()) };
-        let protocol_variables: [(&str, OsString); 6] = [
-            ("CNI_COMMAND", verb.as_str().into()),
-            ("CNI_CONTAINERID", attachment.container_id.as_str().into()),
-            ("CNI_NETNS", attachment.netns.as_str().into()),
-            ("CNI_IFNAME", attachment.ifname.as_str().into()),
-            ("CNI_ARGS", args.join(";").into()),
-            ("CNI_PATH", path),
-        ];
-        let is_protocol_variable = |key: &OsString| protocol_variables.iter().any(|(name, _)| key == name);
-        let mut all: Vec<_> = self.environment.iter().filter(|(key, _)| !is_protocol_variable(key)).cloned().collect();
-        all.extend(protocol_variables.into_iter().map(|(name, value)| (name.into(), value)));
+        let mut protocol_variables = attachment.variables(verb);
+        protocol_variables.push(("CNI_PATH".into(), path));
+        let mut all = self.environment.clone();
+        all.retain(|(key, _)| !protocol_variables.iter().any(|(name, _)| name == key));
+        all.extend(protocol_variables);
         all
     }
 }
