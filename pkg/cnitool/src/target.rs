@@ -25,6 +25,11 @@ pub(crate) enum NetnsPresence {
 }
 
 impl NetnsPresence {
+    /// Whether nothing exists at the path.
+    pub(crate) fn is_gone(&self) -> bool {
+        matches!(self, NetnsPresence::Gone(_))
+    }
+
     /// Checks whether there is a namespace at the path `netns`.
     pub(crate) fn at(netns: &str, machine: &dyn Machine) -> NetnsPresence {
         if netns.is_empty() {

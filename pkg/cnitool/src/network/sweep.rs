@@ -24,7 +24,7 @@ use crate::node::attachments::{CachedAttachment, Liveness};
 use crate::node::ipam::NetworkPool;
 use crate::node::objects::{Object, RESERVATION};
 use crate::node::snapshot::Snapshot;
-use crate::report::{REFUSED, did_you_mean};
+use crate::report::did_you_mean;
 use crate::target::NetnsPresence;
 
 /// The default of `--min-age`, in seconds. A runtime lists a pod only after its containers can be
@@ -101,7 +101,7 @@ impl VerbRun<'_> {
         let list = ValidList::read(&options.valid_from, began, self.runtime.timeout, self.context.call)?;
         if list.as_ref().is_some_and(ValidList::is_empty) && !self.command.gc.all && !self.command.gc.dry_run {
             let msg = "the list of valid attachments names none, so everything would be removed";
-            return Err(Error::new(REFUSED, msg).with_details("confirm with --all if this node has no pods"));
+            return Err(Error::new(Code::REFUSED, msg).with_details("confirm with --all if this node has no pods"));
         }
         let read_at = list.as_ref().map_or(began, |list| list.read_at);
         let min_age = Duration::from_secs(options.min_age.unwrap_or(DEFAULT_MIN_AGE));
@@ -275,19 +275,14 @@ impl VerbRun<'_> {
                 continue;
             };
             // Another ADD may have created it again since the decision.
-            let is_over = evidence.list.is_some()
-                || matches!(
-                    NetnsPresence::at(&entry.attachment.netns, self.context.call.machine),
-                    NetnsPresence::Gone(_)
-                );
-            if !is_over || (evidence.list.is_some() && cache.written_at(id).is_none_or(|at| evidence.is_young(at))) {
-                outcomes.push(Ok(()));
-                continue;
-            }
-            let runtime = Runtime { cache, ..self.runtime.clone() };
+            let is_over = match evidence.list {
+                Some(_) => cache.written_at(id).is_some_and(|at| !evidence.is_young(at)),
+                None => NetnsPresence::at(&entry.attachment.netns, self.context.call.machine).is_gone(),
+            };
             let recorded = entry.list().ok().filter(|list| list.name() == id.network);
             let Some(list) = recorded.as_ref().or(lists.first()) else { continue };
-            outcomes.push(runtime.del_stale(list, &entry.attachment));
+            let runtime = Runtime { cache, ..self.runtime.clone() };
+            outcomes.push(if is_over { runtime.del_stale(list, &entry.attachment) } else { Ok(()) });
         }
         if outcomes.is_empty() {
             let (container_id, ifname) = (id.container_id.clone(), id.ifname.clone());

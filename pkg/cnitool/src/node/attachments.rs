@@ -115,7 +115,7 @@ impl Attachments {
         let cached: Vec<CachedAttachment> = entries.into_iter().map(read).collect();
         // Those that are in use come last, and replace others.
         let mut positions: Vec<(usize, &CachedAttachment)> = cached.iter().enumerate().collect();
-        positions.sort_by_key(|(_, one)| !matches!(one.presence, NetnsPresence::Gone(_)));
+        positions.sort_by_key(|(_, one)| !one.presence.is_gone());
         let by_alias = positions.into_iter().map(|(position, one)| (one.id.alias(), position)).collect();
         let (unreadable, aliased_links, attached_links) = (problems, Vec::new(), Vec::new());
         let mut found = Attachments { cached, by_alias, unreadable, links, aliased_links, attached_links };
@@ -138,8 +138,8 @@ impl Attachments {
             Some(ifname) => self.find_cached(&AttachmentId::new(network, id, ifname)).into_iter().collect(),
             None => self.cached.iter().filter(|cached| owner.matches(&cached.id)).collect(),
         };
-        let is_in_use = |cached: &&&CachedAttachment| !matches!(cached.presence, NetnsPresence::Gone(_));
-        let outcome = match known.iter().find(is_in_use).or(known.last()).map(|cached| cached.liveness()) {
+        let in_use = known.iter().find(|cached| !cached.presence.is_gone());
+        let outcome = match in_use.or(known.last()).map(|cached| cached.liveness()) {
             Some(in_use @ Liveness::InUse(_)) => return in_use,
             Some(other) => other,
             None => Liveness::Unknown("the result cache does not have its attachment".to_owned()),
