@@ -257,10 +257,8 @@ impl Call<'_> {
     /// # Errors
     /// Code 4 if the value is not valid UTF-8.
     pub(crate) fn find(&self, name: &str) -> Result<Option<String>, Error> {
-        let invalid = |_| {
-            let msg = format!("environment variable {name} is not valid UTF-8");
-            Error::new(Code::INVALID_ENVIRONMENT, msg)
-        };
+        let msg = || format!("environment variable {name} is not valid UTF-8");
+        let invalid = |_| Error::new(Code::INVALID_ENVIRONMENT, msg());
         self.find_os(name).map(|value| value.into_string().map_err(invalid)).transpose()
     }
 }

@@ -13,23 +13,13 @@ use serde_json::{Value, json};
 
 use crate::call::{ColorMode, Exit, Failure, Format, Streams, own_uid};
 
-/// The code of an action that needs a further option, for example `--all`. A plugin uses the same
-/// code if a server refuses its request.
-pub(crate) const REFUSED: Code = Code::REFUSED;
-
 /// Escapes control characters, because a container can give its interfaces names that change the
 /// terminal's state. Also escapes the invisible characters that change the writing direction or end
 /// a line or paragraph. Keeps newlines.
 fn escape_control(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        let is_invisible = matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-        match c.is_control() || is_invisible {
-            true if c != '\n' => escaped.extend(c.escape_default()),
-            _ => escaped.push(c),
-        }
-    }
-    escaped
+    let is_invisible = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let is_escaped = |c: char| c != '\n' && (c.is_control() || is_invisible(c));
+    text.chars().map(|c| if is_escaped(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
 }
 
 /// Writes a text to stdout without escaping it.
@@ -101,26 +91,21 @@ impl Report {
         colour: impl Fn(&Value) -> Option<Colour>,
         none: &str,
     ) {
-        let columns: Vec<&str> = columns.split(' ').collect();
-        let cells = |object: &Value| columns.iter().map(|column| cell(column, &object[*column])).collect();
-        let mut rows: Vec<(Vec<String>, Option<Colour>)> =
-            objects.iter().map(|object| (cells(object), colour(object))).collect();
-        let longest = |index: usize| rows.iter().filter_map(|(row, _)| Some(row.get(index)?.chars().count())).max();
-        let header = |column: &&str| words(column.trim_end_matches("Seconds")).to_uppercase();
-        let header: Vec<String> = columns.iter().map(header).collect();
-        let width = |(index, name): (usize, &String)| match longest(index) {
-            Some(0) | None => 0,
-            Some(width) => width.max(name.len()),
-        };
-        let widths: Vec<usize> = header.iter().enumerate().map(width).collect();
-        match rows.is_empty() {
-            true => self.line(none),
-            false => rows.insert(0, (header, None)),
+        if objects.is_empty() {
+            return self.line(none);
         }
+        let longest = |column: &str| objects.iter().map(|object| cell(column, &object[column]).chars().count()).max();
+        let columns: Vec<&str> = columns.split(' ').filter(|column| longest(column) != Some(0)).collect();
+        let header: Vec<String> =
+            columns.iter().map(|column| words(column.trim_end_matches("Seconds")).to_uppercase()).collect();
+        let cells = |object: &Value| columns.iter().map(|column| cell(column, &object[*column])).collect();
+        let mut rows = vec![(header, None)];
+        rows.extend(objects.iter().map(|object| (cells(object), colour(object))));
+        let width = |index: usize| rows.iter().filter_map(|(row, _)| Some(row.get(index)?.chars().count())).max();
+        let widths: Vec<usize> = (0..columns.len()).filter_map(width).collect();
         for (row, colour) in rows {
-            let shown = row.iter().zip(&widths).filter(|(_, width)| **width > 0);
-            let shown: Vec<String> = shown.map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
-            self.painted(colour, shown.join("  ").trim_end());
+            let padded = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width));
+            self.painted(colour, padded.collect::<Vec<_>>().join("  ").trim_end());
         }
     }
 }
@@ -232,16 +217,13 @@ pub(crate) enum Colour {
 
 /// Returns a text with the escape sequences of a colour, if `style` has colours.
 fn paint(style: ColorMode, colour: Option<Colour>, text: &str) -> String {
-    let begin = match colour {
-        Some(Colour::Red) => "\x1b[31m",
-        Some(Colour::Yellow) => "\x1b[33m",
-        Some(Colour::Bold) => "\x1b[1m",
-        None => return text.to_owned(),
+    let code = match (style, colour) {
+        (ColorMode::Plain, _) | (_, None) => return text.to_owned(),
+        (ColorMode::Coloured, Some(Colour::Red)) => 31,
+        (ColorMode::Coloured, Some(Colour::Yellow)) => 33,
+        (ColorMode::Coloured, Some(Colour::Bold)) => 1,
     };
-    match style {
-        ColorMode::Plain => text.to_owned(),
-        ColorMode::Coloured => format!("{begin}{text}\x1b[0m"),
-    }
+    format!("\x1b[{code}m{text}\x1b[0m")
 }
 
 /// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
@@ -324,7 +306,7 @@ fn meaning(code: Code) -> &'static str {
         Code::NOT_AVAILABLE => "the plugin cannot handle an ADD",
         Code::LIMITED_CONNECTIVITY => "the plugin cannot handle an ADD, and containers may have limited connectivity",
         Code::INTERNAL => "internal error",
-        REFUSED => "refused",
+        Code::REFUSED => "refused",
         Code::KERNEL => "specific to the plugin; from these plugins: the kernel or a program refused the operation",
         Code::CHECK_FAILED => "specific to the plugin; from these plugins: the attachment differs from its ADD",
         Code::CONFLICT => "specific to the plugin; from these plugins: the name, address or port is already in use",

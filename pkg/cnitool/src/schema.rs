@@ -22,22 +22,9 @@ pub(crate) struct Schema {
     plugin: Option<String>,
 }
 
-/// Keys that plugins read apart from the structure of their keys.
-const SEPARATE_KEYS: [&str; 13] = [
-    "acceptRa",
-    "blockSize",
-    "clusterConf",
-    "enableSlaac",
-    "dataDir",
-    "delegateTimeout",
-    "fullIsUnavailable",
-    "layer2",
-    "lockTimeout",
-    "reclaimAfterReboot",
-    "releaseCooldown",
-    "reuse",
-    "type",
-];
+/// Keys that plugins read apart from the structure of their keys, with spaces between them.
+const SEPARATE_KEYS: &str = "acceptRa blockSize clusterConf enableSlaac dataDir delegateTimeout fullIsUnavailable \
+                             layer2 lockTimeout reclaimAfterReboot releaseCooldown reuse type";
 
 /// Runs `cnitool schema`.
 ///
@@ -130,7 +117,7 @@ fn of_place(plugin: &dyn Plugin, path: &str, wrap: &dyn Fn(Value) -> Value) -> V
     };
     let unknown = plugin.unknown_keys(&parse(&wrap(json!({"?": null}))));
     if let Some(unknown) = unknown.into_iter().find(|unknown| unknown.path == join("?")) {
-        let separate = SEPARATE_KEYS.iter().copied().filter(is_known);
+        let separate = SEPARATE_KEYS.split(' ').filter(is_known);
         let keys = unknown.known.iter().copied().chain(separate);
         let property = |key: &str| (key.to_owned(), of_place(plugin, &join(key), &|value| wrap(json!({key: value}))));
         schema["properties"] = keys.map(property).collect::<Map<_, _>>().into();

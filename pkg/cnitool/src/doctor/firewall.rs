@@ -19,14 +19,8 @@ use crate::node::objects::HOST_PORT;
 fn stdout_of(node: &Examined<'_>, program: &str, args: &[&str]) -> Option<String> {
     let path = node.context.call.find_os("PATH");
     let program = program::find(&program::folders(path), program)?;
-    let child = Child {
-        program,
-        args: args.iter().map(Into::into).collect(),
-        env: None,
-        stdin: b"",
-        timeout: Duration::from_secs(30),
-        on_sigterm: OnSigterm::Kill,
-    };
+    let (args, timeout) = (args.iter().map(Into::into).collect(), Duration::from_secs(30));
+    let child = Child { program, args, env: None, stdin: b"", timeout, on_sigterm: OnSigterm::Kill };
     let output = node.context.call.machine.run(&child).ok().filter(|output| output.status == Exit::Status(0))?;
     Some(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -1,5 +1,6 @@
 //! Checks links, forwarding, MTUs and reverse path filters.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use cni::AttachmentId;
@@ -129,7 +130,7 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
     let mut outcome = CheckOutcome::new("mtu");
     let uplink = find_uplink(node)?;
     // A problem that many containers share is reported once for their bridge or network.
-    let (mut reported_bridges, mut reported_networks) = (Vec::<&str>::new(), Vec::<&str>::new());
+    let (mut reported_bridges, mut reported_networks) = (HashSet::new(), HashSet::new());
     let attached_links = &node.snapshot.attachments.attached_links;
     for (attachment, host_end) in attached_links {
         let Some(container_end) = find_container_end(node, attachment, host_end) else { continue };
@@ -144,9 +145,8 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
         }
         let bridge = node.snapshot.attachments.links.iter().find(|link| Some(link.index) == host_end.master);
         if let Some(bridge) = bridge.filter(|bridge| bridge.mtu < host_end.mtu)
-            && !reported_bridges.contains(&bridge.name.as_str())
+            && reported_bridges.insert(&bridge.name)
         {
-            reported_bridges.push(&bridge.name);
             let problem = format!(
                 "has the MTU {}, but its port {} has {}: larger packets are lost",
                 bridge.mtu, host_end.name, host_end.mtu
@@ -155,9 +155,8 @@ pub(super) fn mtu(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
             outcome.add(format!("bridge {}", bridge.name), problem, command);
         }
         if let Some(uplink) = uplink.as_ref().filter(|uplink| uplink.mtu < container_end.mtu)
-            && !reported_networks.contains(&network.as_str())
+            && reported_networks.insert(network)
         {
-            reported_networks.push(network);
             let problem = format!(
                 "containers have the MTU {}, but {}, the interface of the default route, has {}: packets that must \
                  not be fragmented are lost where ICMP is filtered; set \"mtu\": {} in the network for new containers",

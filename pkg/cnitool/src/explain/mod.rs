@@ -49,12 +49,8 @@ pub(crate) fn run(args: Explain, context: Context<'_>, streams: &mut Streams<'_>
     let subject = format!("explain {}", command.subject());
     let log = Log::new().map_err(|error| failed(subject.as_str(), error, format))?;
     let recorder = Recorder { machine: call.machine, log: &log, runs: std::cell::RefCell::default() };
-    let recorded_call = Call {
-        args: Vec::new(),
-        environment: log.environment(&call.environment),
-        folder: call.folder.clone(),
-        machine: &recorder,
-    };
+    let (environment, folder) = (log.environment(&call.environment), call.folder.clone());
+    let recorded_call = Call { args: Vec::new(), environment, folder, machine: &recorder };
     // The verb prints its result into a buffer, because the steps are printed before the result.
     let mut result = Vec::new();
     let mut buffered_streams = Streams { stdout: &mut result, notes: streams.notes.clone(), ..*streams };

@@ -111,13 +111,9 @@ impl Machine for Recorder<'_> {
         // Rounded to microseconds, as in the log.
         let ms = (started.elapsed().as_secs_f64() * 1e6).round() / 1e3;
         let verb = child.env.iter().flatten().find(|(key, _)| key == "CNI_COMMAND");
-        let mut run = PluginRun {
-            plugin: child.program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            verb: verb.map(|(_, verb)| verb.to_string_lossy().into_owned()).unwrap_or_default(),
-            ms,
-            error: error_of(&output),
-            steps: Vec::new(),
-        };
+        let verb = verb.map(|(_, verb)| verb.to_string_lossy().into_owned()).unwrap_or_default();
+        let plugin = child.program.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut run = PluginRun { plugin, verb, ms, error: error_of(&output), steps: Vec::new() };
         run.steps = steps_of(&run, &self.log.text_from(log_begin));
         self.runs.borrow_mut().push(run);
         output

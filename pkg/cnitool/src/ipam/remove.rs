@@ -15,7 +15,7 @@ use super::age_in_seconds;
 use crate::call::{Format, Streams};
 use crate::node::attachments::{Attachments, Liveness};
 use crate::node::ipam::IpamContext;
-use crate::report::{Colour, REFUSED, Report};
+use crate::report::{Colour, Report};
 
 /// The arguments of `gc`.
 #[derive(Debug, Args)]
@@ -79,7 +79,7 @@ impl IpamContext<'_> {
         for reservation in reservations {
             let liveness = attachments.liveness_of(&pool.network, &reservation);
             let (is_removed, reason) = decide(args, &reservation, liveness);
-            if is_removed { &mut removed } else { &mut kept }.push(Decision { reservation, reason });
+            if is_removed { &mut removed } else { &mut kept }.push((reservation, reason));
         }
         // The text is printed before anything is removed, so that it is complete even if the
         // removal fails. The JSON document reports what was removed.
@@ -87,10 +87,10 @@ impl IpamContext<'_> {
             write(&removed, &kept)?;
         }
         if !args.dry_run {
-            let chosen: Vec<Reservation> = removed.iter().map(|decision| decision.reservation.clone()).collect();
+            let chosen: Vec<Reservation> = removed.iter().map(|(reservation, _)| reservation.clone()).collect();
             // A reservation that another program has changed despite the lock stays.
             let released = locked.release_chosen(&chosen)?;
-            removed.retain(|decision| released.contains(&decision.reservation.address));
+            removed.retain(|(reservation, _)| released.contains(&reservation.address));
         }
         if format == Format::Json {
             write(&removed, &kept)?;
@@ -137,14 +137,13 @@ impl IpamContext<'_> {
                 let msg = format!("{reservation} and is in use: {why}");
                 let details =
                     "detach the container with 'cnitool del' or its runtime, or release the address with --force";
-                return Err(Error::new(REFUSED, msg).with_details(details));
+                return Err(Error::new(Code::REFUSED, msg).with_details(details));
             }
         }
         // A reservation that has changed in the meantime is not released.
         let released_addresses = locked.release_chosen(&selected)?;
         selected.retain(|reservation| released_addresses.contains(&reservation.address));
-        let decide = |reservation| Decision { reservation, reason: "selected".to_owned() };
-        let released: Vec<Decision> = selected.into_iter().map(decide).collect();
+        let released: Vec<Decision> = selected.into_iter().map(|one| (one, "selected".to_owned())).collect();
         self.write_removal(&args.network, true, [&released, &[]], streams)?;
         read_outcome
     }
@@ -163,7 +162,7 @@ impl IpamContext<'_> {
     ) -> Result<(), Error> {
         let mut report = Report::new(streams);
         for (verb, colour, decisions) in [("keep", None, kept), ("remove", Some(Colour::Red), removed)] {
-            for Decision { reservation: Reservation { address, id, ifname, .. }, reason } in decisions {
+            for (Reservation { address, id, ifname, .. }, reason) in decisions {
                 let owner = format!("{id} {}", ifname.as_deref().unwrap_or_default());
                 let owner = owner.trim().escape_debug();
                 report.painted(colour, &format!("{verb:<6}  {address}  {owner}  ({reason})"));
@@ -174,9 +173,9 @@ impl IpamContext<'_> {
             false => format!("{counts} would be removed. Nothing was changed."),
             true => format!("{counts} are removed."),
         });
-        let as_json = |decision: &Decision| {
-            let Reservation { address, id, ifname, .. } = &decision.reservation;
-            json!({"address": address, "containerID": id, "ifname": ifname, "reason": decision.reason})
+        let as_json = |(reservation, reason): &Decision| {
+            let Reservation { address, id, ifname, .. } = reservation;
+            json!({"address": address, "containerID": id, "ifname": ifname, "reason": reason})
         };
         let [removed, kept] = [removed, kept].map(|decisions| decisions.iter().map(as_json).collect::<Value>());
         let document = json!({"network": network, "changed": changed, "removed": removed, "kept": kept});
@@ -210,10 +209,7 @@ fn is_selected(args: &Release, Reservation { address, id, ifname, .. }: &Reserva
 }
 
 /// A reservation, and why it is removed or kept.
-struct Decision {
-    reservation: Reservation,
-    reason: String,
-}
+type Decision = (Reservation, String);
 
 #[cfg(test)]
 mod tests {

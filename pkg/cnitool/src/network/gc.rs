@@ -10,7 +10,7 @@
 use std::time::SystemTime;
 
 use cni::config::ValidAttachments;
-use cni::{AttachmentId, Error};
+use cni::{AttachmentId, Code, Error};
 use libcni::{NetworkList, Runtime};
 use serde::Serialize;
 use serde_json::json;
@@ -19,7 +19,7 @@ use super::VerbRun;
 use super::sweep::{Evidence, Network};
 use crate::call::{Format, Streams};
 use crate::node::attachments::{CachedAttachment, read_caches};
-use crate::report::{REFUSED, Report, counted};
+use crate::report::{Report, counted};
 
 /// The decisions of gc about one network.
 #[derive(Serialize)]
@@ -72,14 +72,16 @@ impl VerbRun<'_> {
             let msg =
                 "no attachment of this network is known to be in use, so everything of the network would be removed";
             let details = "name attachments in use with --keep CONTAINER-ID/IFNAME, list what would be removed with --dry-run, or confirm with --all";
-            return Err(Error::new(REFUSED, msg).with_details(details));
+            return Err(Error::new(Code::REFUSED, msg).with_details(details));
         }
         // The plugins' GC would remove the attachments of these entries. The name of a cache file
         // does not always identify its attachment, so `--keep` alone does not suffice.
         if needs_consent && !plan.unreadable.is_empty() {
             let msg = "these files of the result cache cannot be read, so their attachments would be removed unless --keep names them";
             let details = "name those in use with --keep CONTAINER-ID/IFNAME and confirm with --all; 'cnitool del' removes an attachment with its file";
-            return Err(Error::new(REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n"))));
+            return Err(
+                Error::new(Code::REFUSED, msg).with_details(format!("{}\n{details}", plan.unreadable.join("\n")))
+            );
         }
         if list.disable_gc() {
             self.runtime.notes.note("disableGC is set in the network's configuration: nothing is removed");

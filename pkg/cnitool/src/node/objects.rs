@@ -134,15 +134,8 @@ fn of_rule(ContainerRule { purpose, place, owner, text, removal }: ContainerRule
         Purpose::Egress => "egress",
     };
     let fact = Fact::fine(kind, [("rule", json!(text)), ("place", json!(place))]);
-    Object {
-        kind: "rule",
-        name: format!("{purpose}: {text}"),
-        place,
-        owner: Owner::Rule(owner),
-        fact,
-        removal,
-        since: None,
-    }
+    let (name, owner) = (format!("{purpose}: {text}"), Owner::Rule(owner));
+    Object { kind: "rule", name, place, owner, fact, removal, since: None }
 }
 
 /// Returns a reservation of host-local.
@@ -150,15 +143,10 @@ fn of_reservation(pool: &NetworkPool, Reservation { address, id, ifname, since }
     let folder = pool.folder().display().to_string();
     // Without `--data-dir`, cnitool prefers the folder that the network's configuration names.
     let (network, data_dir) = (quoted(&pool.network), quoted(&pool.data_dir.to_string_lossy()));
-    Object {
-        kind: RESERVATION,
-        name: address.to_string(),
-        owner: Owner::Names([Some(pool.network.clone()), Some(id.clone()), ifname.clone()]),
-        fact: Fact::fine(RESERVATION, [("address", json!(address)), ("folder", json!(folder))]),
-        place: folder,
-        removal: Some(format!("cnitool ipam release {network} {address} --data-dir {data_dir}")),
-        since: *since,
-    }
+    let removal = Some(format!("cnitool ipam release {network} {address} --data-dir {data_dir}"));
+    let owner = Owner::Names([Some(pool.network.clone()), Some(id.clone()), ifname.clone()]);
+    let fact = Fact::fine(RESERVATION, [("address", json!(address)), ("folder", json!(folder))]);
+    Object { kind: RESERVATION, name: address.to_string(), place: folder, owner, fact, removal, since: *since }
 }
 
 /// Returns a lease of the daemon of dhcp at `socket`.
@@ -177,15 +165,11 @@ fn of_lease(
     let ipam = json!({"type": "dhcp", "daemonSocketPath": socket});
     let config = json!({"cniVersion": "1.0.0", "name": network, "type": "dhcp", "ipam": ipam}).to_string();
     let [config, id, name] = [&config, container_id, ifname].map(|word| quoted(word));
-    Object {
-        kind: "lease",
-        name: address.to_string(),
-        place: socket.display().to_string(),
-        owner: Owner::from(&AttachmentId::new(network, container_id, ifname)),
-        fact: Fact { problem: error.clone(), ..Fact::fine("lease", fields) },
-        removal: Some(format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={name} dhcp")),
-        since: None,
-    }
+    let removal = Some(format!("echo {config} | CNI_COMMAND=DEL CNI_CONTAINERID={id} CNI_IFNAME={name} dhcp"));
+    let owner = Owner::from(&AttachmentId::new(network, container_id, ifname));
+    let fact = Fact { problem: error.clone(), ..Fact::fine("lease", fields) };
+    let (name, place) = (address.to_string(), socket.display().to_string());
+    Object { kind: "lease", name, place, owner, fact, removal, since: None }
 }
 
 /// Adds the backups of tuning in the folders that the networks configure, and in the default
