@@ -57,32 +57,30 @@ impl NetnsLock {
     /// end the wait. Both name the process that holds the lock, if it is known.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
+        let lock = |file: File, display_name: &str| {
+            flock::lock(file, machine, on_sigterm, flock::Limit { deadline, length: limit })
+                .map_err(|refused| refused_error(display_name, refused))
+        };
         let netns = File::open(NETNS).map_err(preparation_error)?;
         let (device, inode) = file_id(&netns.metadata().map_err(preparation_error)?);
         let name = format!("iptables-{device}-{inode}.lock");
         let path = folder.join(&name);
+        let display_name = path.display().to_string();
         loop {
-            let (file, remark) = match open(folder, &name) {
-                Ok(file) => (file, None),
-                Err(cause) => (netns.try_clone().map_err(preparation_error)?, Some(namespace_remark(&path, &cause))),
-            };
-            let display_name = match &remark {
-                None => path.display().to_string(),
-                Some(remark) => format!("the network namespace ({remark})"),
+            let file = match open(folder, &name) {
+                Ok(file) => file,
+                Err(cause) => {
+                    let remark = namespace_remark(&path, &cause);
+                    let file = lock(netns, &format!("the network namespace ({remark})"))?;
+                    return Ok(NetnsLock { _file: file, remark: Some(remark) });
+                }
             };
             let locked_id = file_id(&file.metadata().map_err(preparation_error)?);
-            let wait_limit = flock::Limit { deadline, length: limit };
-            let file = flock::lock(file, machine, on_sigterm, wait_limit)
-                .map_err(|refused| refused_error(&display_name, refused))?;
-            // The namespace's own file cannot be replaced.
-            if remark.is_some() {
-                return Ok(NetnsLock { _file: file, remark });
-            }
+            let file = lock(file, &display_name)?;
             // If the lock file was removed and created again during the wait, the lock is on the
             // removed file, and does not exclude processes that open the path now.
-            let is_at_path = path.symlink_metadata().is_ok_and(|found| file_id(&found) == locked_id);
-            if is_at_path {
-                return Ok(NetnsLock { _file: file, remark });
+            if path.symlink_metadata().is_ok_and(|found| file_id(&found) == locked_id) {
+                return Ok(NetnsLock { _file: file, remark: None });
             }
             if machine.now() >= deadline {
                 let what = format!(
@@ -134,29 +132,31 @@ fn refused_error(display_name: &str, Refused { cause, holder }: Refused) -> Erro
 /// symbolic link, or if another user could open or replace the file.
 fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     let mut attempt = 1;
-    loop {
+    let file = loop {
         DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
-        let folder_flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
-        let opened = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder).and_then(|opened_folder| {
-            require_private(&opened_folder.metadata()?, "its folder", WRITABLE_BY_OTHERS)?;
-            // Without O_NONBLOCK, opening a FIFO of this name would wait for a writer.
-            let flags = OFlag::O_RDONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-            Ok(File::from(openat(&opened_folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?))
-        });
-        match opened {
+        match open_in_private(folder, name) {
             // Another process removed the folder after `create`: try again.
             Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < FOLDER_ATTEMPTS => attempt += 1,
-            Err(error) => return Err(error.into()),
-            Ok(file) => {
-                let metadata = file.metadata()?;
-                if !metadata.is_file() {
-                    return Err(Cause::text("it is not a regular file"));
-                }
-                require_private(&metadata, "it", USABLE_BY_OTHERS)?;
-                return Ok(file);
-            }
+            result => break result?,
         }
+    };
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(Cause::text("it is not a regular file"));
     }
+    require_private(&metadata, "it", USABLE_BY_OTHERS)?;
+    Ok(file)
+}
+
+/// Opens the file `name` in `folder`, and creates it if necessary. Fails if another user could
+/// replace files of the folder.
+fn open_in_private(folder: &Path, name: &str) -> io::Result<File> {
+    let folder_flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
+    let folder = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder)?;
+    require_private(&folder.metadata()?, "its folder", WRITABLE_BY_OTHERS)?;
+    // Without O_NONBLOCK, opening a FIFO of this name would wait for a writer.
+    let flags = OFlag::O_RDONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
+    Ok(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?.into())
 }
 
 /// Fails unless the file or folder belongs to root or to this process's user, and its mode has none
