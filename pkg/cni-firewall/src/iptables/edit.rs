@@ -197,37 +197,9 @@ fn refused(why: &str) -> Error {
 }
 
 /// The long options of `iptables` that are not matches. getopt also accepts abbreviations: `--del`.
-const FORBIDDEN_OPTIONS: [&str; 29] = [
-    "append",
-    "check",
-    "delete",
-    "delete-chain",
-    "exact",
-    "flush",
-    "goto",
-    "help",
-    "insert",
-    "ipv4",
-    "ipv6",
-    "jump",
-    "line-numbers",
-    "list",
-    "list-rules",
-    "modprobe",
-    "new-chain",
-    "noflush",
-    "numeric",
-    "policy",
-    "rename-chain",
-    "replace",
-    "set-counters",
-    "table",
-    "verbose",
-    "version",
-    "wait",
-    "wait-interval",
-    "zero",
-];
+const FORBIDDEN_OPTIONS: &str = "append check delete delete-chain exact flush goto help insert ipv4 ipv6 jump \
+    line-numbers list list-rules modprobe new-chain noflush numeric policy rename-chain replace set-counters table \
+    verbose version wait wait-interval zero";
 
 /// Checks that these words, which a user has configured as conditions, are only matches.
 ///
@@ -271,7 +243,7 @@ fn is_match_or_value(word: &str) -> bool {
             return true;
         }
         // `--` alone ends the options, so it is not a match.
-        return !name.is_empty() && !FORBIDDEN_OPTIONS.iter().any(|option| option.starts_with(name));
+        return !name.is_empty() && !FORBIDDEN_OPTIONS.split(' ').any(|option| option.starts_with(name));
     }
     let Some(short_option) = word.strip_prefix('-') else { return true };
     if short_option.starts_with(|char: char| char.is_ascii_digit()) {
