@@ -2,7 +2,7 @@
 //! with iptables-legacy all at once, from the output of the save program.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use super::super::nft::{self, Key, Listed, Nft, Retries, Search};
 use super::{Chain, Rule, Table, compat};
@@ -15,15 +15,17 @@ use cni_linux::route::Family;
 /// requested.
 #[derive(Debug)]
 pub struct Chains<'a> {
-    pub(super) table: Table,
-    pub(super) family: Family,
+    family: Family,
+    /// The table of nf_tables that iptables-nft uses.
+    table: nft::Table<'static>,
     /// The connection over which chains of iptables-nft are read; `None` for iptables-legacy.
-    pub(super) nft: Option<&'a mut Nft>,
+    nft: Option<&'a mut Nft>,
     /// The chains that have been read, by name; `None` for one that does not exist.
-    pub(super) read_chains: BTreeMap<String, Option<Chain>>,
+    read_chains: BTreeMap<String, Option<Chain>>,
     /// The chains of iptables-nft that were looked for; `None` for one that does not exist.
-    pub(super) found_chains: BTreeMap<String, Option<nft::Chain>>,
-    /// Whether a transaction may follow, which writes the indexes that are made from what is read.
+    found_chains: BTreeMap<String, Option<nft::Chain>>,
+    /// Whether an index is made for a long chain that has none. Only for a plan whose transaction
+    /// then writes the index: making one reads the whole chain.
     pub(super) makes_indexes: bool,
 }
 
@@ -63,9 +65,11 @@ impl Part<'_> {
 /// What a search in a chain is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SearchFor {
-    /// The caller appends the rules that are not found.
+    /// The caller appends the rules that are not found. The kernel then reports whether the index
+    /// of the chain had all rules.
     Append,
-    /// The caller appends nothing, but compares or deletes what is found.
+    /// The caller appends nothing, but compares or deletes what is found. So all rules are read if
+    /// the index has none with one of the parts.
     Compare,
 }
 
@@ -92,26 +96,6 @@ pub(crate) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
     if cidr == Cidr::host(cidr.address()) { Some(cidr.address()) } else { None }
 }
 
-/// The functions by which a chain with jumps to the chains of containers is indexed.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct JumpKeys {
-    /// Returns the keys of a jump, in each family; none for a rule that every search must return.
-    pub(crate) v4: fn(&Listed) -> Vec<Key>,
-    pub(crate) v6: fn(&Listed) -> Vec<Key>,
-    /// Returns the address that a rule of a container's chain leads to.
-    pub(crate) address: fn(&Rule) -> Option<IpAddr>,
-}
-
-impl JumpKeys {
-    /// Returns the function for the jumps of this family.
-    fn of(self, family: Family) -> fn(&Listed) -> Vec<Key> {
-        match family {
-            Family::V4 => self.v4,
-            Family::V6 => self.v6,
-        }
-    }
-}
-
 /// What a search in the chain that jumps to the chains of containers looks for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JumpSearch<'a> {
@@ -121,14 +105,27 @@ pub(crate) struct JumpSearch<'a> {
     pub(crate) target: &'a str,
     /// The address that the caller's own rules lead to; `None` for a caller that adds no rules.
     pub(crate) address: Option<IpAddr>,
+    /// Returns the keys of a jump in the index; none for a rule that every search must return.
+    pub(crate) keys_of: fn(&Listed) -> Vec<Key>,
 }
 
-impl Chains<'_> {
+impl<'a> Chains<'a> {
+    /// Returns the chains of iptables-nft, which are read over `nft`, or those of iptables-legacy,
+    /// which are `read_chains`.
+    pub(super) fn new(
+        table: Table,
+        family: Family,
+        nft: Option<&'a mut Nft>,
+        read_chains: BTreeMap<String, Option<Chain>>,
+    ) -> Chains<'a> {
+        let (table, found_chains) = (table.in_nf_tables(family), BTreeMap::new());
+        Chains { family, table, nft, read_chains, found_chains, makes_indexes: false }
+    }
+
     /// Returns the chains in the output of a save program, for tests of plans.
     #[cfg(test)]
     pub(crate) fn of_text(table: Table, family: Family, saved: &str) -> Chains<'static> {
-        let (read_chains, found_chains) = (super::parse(saved), BTreeMap::new());
-        Chains { table, family, nft: None, read_chains, found_chains, makes_indexes: false }
+        Chains::new(table, family, None, super::parse(saved))
     }
 
     /// Returns the family of the table.
@@ -150,7 +147,7 @@ impl Chains<'_> {
         if let Some(found) = self.found_chains.get(name) {
             return Ok(found.clone());
         }
-        let found = nft.find_chain(self.table.in_nf_tables(self.family), name)?;
+        let found = nft.find_chain(self.table, name)?;
         self.found_chains.insert(name.to_owned(), found.clone());
         Ok(found)
     }
@@ -160,7 +157,13 @@ impl Chains<'_> {
         if !self.read_chains.contains_key(name)
             && let Some(nft) = &mut self.nft
         {
-            let chain = read_chain(nft, self.table, self.family, name)?;
+            let chain = match nft.find_chain(self.table, name)? {
+                Some(chain) => Some(Chain {
+                    rules: in_words(self.family, nft.rules(self.table, name)?),
+                    handle: Some(chain.handle),
+                }),
+                None => None,
+            };
             self.read_chains.insert(name.to_owned(), chain);
         }
         Ok(self.read_chains.get(name).and_then(Option::as_ref))
@@ -172,9 +175,9 @@ impl Chains<'_> {
     }
 
     /// Returns the chain's rules, in order, that have one of the parts and for which `is_wanted` is
-    /// true. Over netlink only rules that contain the bytes of a part are decoded, and of a long
-    /// chain for which [`has_chain`](Chains::has_chain) was called before, only those are read that
-    /// its index has for a part.
+    /// true. Of a long chain over netlink, reads only the rules that the chain's index has for a
+    /// part. [`scan_rules`](Chains::scan_rules) is for a chain at whose beginning rules are
+    /// inserted, which cannot keep an index.
     pub(crate) fn find_rules(
         &mut self,
         name: &str,
@@ -182,34 +185,40 @@ impl Chains<'_> {
         purpose: SearchFor,
         is_wanted: impl Fn(&Rule) -> bool,
     ) -> Result<Vec<Rule>> {
-        let found = self.found_chains.get(name).cloned().flatten().filter(nft::is_long);
+        let keys: Option<Vec<Key>> = parts.iter().map(|part| part.key()).collect();
+        if !self.read_chains.contains_key(name)
+            && let Some(wanted) = &keys
+            && let Some(chain) = self.find(name)?.filter(nft::is_long)
+            && let Some(nft) = &mut self.nft
+        {
+            let reads_all_if_missing = purpose == SearchFor::Compare;
+            let search = Search { keys_of: keys_in(self.family), appended: &[], wanted, reads_all_if_missing };
+            let found = match self.makes_indexes {
+                true => Some(nft.rules_with_keys(self.table, &chain, search)?),
+                false => nft.rules_by_index(self.table, &chain, search)?,
+            };
+            if let Some(found) = found {
+                return Ok(in_words(self.family, found).into_iter().filter(is_wanted).collect());
+            }
+        }
+        self.scan_rules(name, parts, is_wanted)
+    }
+
+    /// Does [`find_rules`](Chains::find_rules) without an index. Over netlink, decodes only the
+    /// rules that contain the bytes of a part.
+    pub(crate) fn scan_rules(
+        &mut self,
+        name: &str,
+        parts: &[Part<'_>],
+        is_wanted: impl Fn(&Rule) -> bool,
+    ) -> Result<Vec<Rule>> {
         if !self.read_chains.contains_key(name)
             && let Some(nft) = &mut self.nft
         {
-            let (table, family) = (self.table.in_nf_tables(self.family), self.family);
-            let keys: Option<Vec<Key>> = parts.iter().map(|part| part.key()).collect();
-            let indexed = match found.zip(keys) {
-                Some((chain, wanted)) => {
-                    let reads_all_if_missing = purpose == SearchFor::Compare;
-                    let search =
-                        Search { keys_of: keys_in(family), appended: &[], wanted: &wanted, reads_all_if_missing };
-                    match self.makes_indexes {
-                        true => Some(nft.rules_with_keys(table, &chain, search)?),
-                        false => nft.rules_by_index(table, &chain, search)?,
-                    }
-                }
-                None => None,
-            };
-            let listed = match indexed {
-                Some(listed) => listed,
-                None => {
-                    let needles: Vec<Vec<u8>> = parts.iter().map(|part| part.bytes()).collect();
-                    let has_part = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
-                    nft.rules_where(table, name, has_part)?
-                }
-            };
-            let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed));
-            return Ok(rules.filter(is_wanted).collect());
+            let needles: Vec<Vec<u8>> = parts.iter().map(|part| part.bytes()).collect();
+            let has_part = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
+            let found = nft.rules_where(self.table, name, has_part)?;
+            return Ok(in_words(self.family, found).into_iter().filter(is_wanted).collect());
         }
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
@@ -219,22 +228,19 @@ impl Chains<'_> {
     /// as bytes, and a chain that has already been read is returned whole. An index in the result
     /// is not a position in the chain.
     ///
-    /// The rules of a long chain are found by its index; `keys_of` returns the keys of a rule.
-    pub(crate) fn find_jumps(&mut self, name: &str, search: JumpSearch<'_>, keys_of: JumpKeys) -> Result<Vec<Rule>> {
+    /// The rules of a long chain are found by its index.
+    pub(crate) fn find_jumps(&mut self, name: &str, search: JumpSearch<'_>) -> Result<Vec<Rule>> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
         }
-        let JumpSearch { ports, target, address } = search;
-        let found = self.find(name)?;
-        if let Some(chain) = found.filter(nft::is_long) {
-            let mut wanted = vec![Key::target(target)];
-            wanted.extend(ports.iter().map(|port| Key::port(*port)));
+        let JumpSearch { ports, target, address, keys_of } = search;
+        if let Some(chain) = self.find(name)?.filter(nft::is_long) {
+            let wanted: Vec<Key> = ports.iter().map(|port| Key::port(*port)).chain([Key::target(target)]).collect();
             let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
-            let reads_all_if_missing = address.is_none();
             let search =
-                Search { keys_of: keys_of.of(self.family), appended: &appended, wanted: &wanted, reads_all_if_missing };
-            if let Some(found) = self.find_indexed(&chain, search, keys_of)? {
-                return Ok(found);
+                Search { keys_of, appended: &appended, wanted: &wanted, reads_all_if_missing: address.is_none() };
+            if let Some(found) = self.find_indexed(&chain, search)? {
+                return Ok(in_words(self.family, found));
             }
         }
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
@@ -242,22 +248,20 @@ impl Chains<'_> {
         // network byte order.
         let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
         let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
-        let table = self.table.in_nf_tables(self.family);
-        let what = format!("failed to list nft chain {table} {name}");
-        let listed = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_where(table, name, is_candidate))?;
-        Ok(listed.into_iter().map(|listed| compat::rule_in_words(self.family, listed)).collect())
+        let what = format!("failed to list nft chain {} {name}", self.table);
+        let found = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_where(self.table, name, is_candidate))?;
+        Ok(in_words(self.family, found))
     }
 
     /// Does [`find_jumps`](Chains::find_jumps) in a long chain by its index. If the chain has no
     /// index, makes one from a list of the whole table: the rules of the chain and, because a
     /// search can be by the address that a rule leads to, those of the chains that they jump to.
     /// Returns `None` instead if no transaction would write the index.
-    fn find_indexed(&mut self, chain: &nft::Chain, search: Search<'_>, keys_of: JumpKeys) -> Result<Option<Vec<Rule>>> {
+    fn find_indexed(&mut self, chain: &nft::Chain, search: Search<'_>) -> Result<Option<Vec<Listed>>> {
         let Some(nft) = &mut self.nft else { return Ok(None) };
-        let (table, family) = (self.table.in_nf_tables(self.family), self.family);
-        let in_words = |listed: Listed| compat::rule_in_words(family, listed);
+        let (table, family) = (self.table, self.family);
         if let Some(found) = nft.rules_by_index(table, chain, search)? {
-            return Ok(Some(found.into_iter().map(in_words).collect()));
+            return Ok(Some(found));
         }
         if !self.makes_indexes {
             return Ok(None);
@@ -266,74 +270,54 @@ impl Chains<'_> {
         let rules = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_of_table(table, |_, _| true))?;
         let mut addresses: BTreeMap<&str, Vec<Key>> = BTreeMap::new();
         for (name, listed) in &rules {
-            let address = (keys_of.address)(&compat::rule_in_words(family, listed.clone()));
+            let address = destination(&compat::rule_in_words(family, listed.clone()));
             addresses.entry(name).or_default().extend(address.map(Key::address));
         }
         let jumps: Vec<&Listed> =
             rules.iter().filter(|(name, _)| *name == chain.name).map(|(_, listed)| listed).collect();
         let entries = jumps.iter().map(|listed| {
             let mut keys = (search.keys_of)(listed);
-            let target = compat::rule_in_words(family, (*listed).clone()).target().map(str::to_owned);
-            if !keys.is_empty() {
-                keys.extend(target.and_then(|target| addresses.get(target.as_str())).into_iter().flatten());
+            if !keys.is_empty()
+                && let Some(target) = compat::rule_in_words(family, (*listed).clone()).target()
+            {
+                keys.extend(addresses.get(target).into_iter().flatten());
             }
             (listed.handle, keys)
         });
         nft.add_index(table, chain, search, entries)?;
-        Ok(Some(jumps.into_iter().filter(|listed| search.wants(listed)).cloned().map(in_words).collect()))
+        Ok(Some(jumps.into_iter().filter(|listed| search.wants(listed)).cloned().collect()))
     }
 
     /// Returns the chains whose names begin with `prefix` and that have a rule with this address.
     /// The result can contain some other chains too, because only text or bytes are compared. If
-    /// `find_jumps` has used the index of the chain `jumps`, only the chains
-    /// that this chain jumps to.
+    /// [`find_jumps`](Chains::find_jumps) has used the index of the chain `jumps`, returns only the
+    /// chains that this chain jumps to.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is
     /// repeated only a few times.
-    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr, jumps: &str) -> Result<Vec<String>> {
-        if self.nft.is_none() {
-            return Ok(self.list_legacy_chains_for_address(prefix, &address.to_string()));
-        }
-        if let (Some(nft), Some(Some(chain))) = (&mut self.nft, self.found_chains.get(jumps))
-            && let Some(found) =
-                nft.rules_by_used_index(self.table.in_nf_tables(self.family), chain, &[Key::address(address)], false)?
-        {
-            let target = |listed| compat::rule_in_words(self.family, listed).target().map(str::to_owned);
-            let names: BTreeSet<String> = found.into_iter().filter_map(target).collect();
-            return Ok(names.into_iter().filter(|name| name.starts_with(prefix)).collect());
-        }
-        self.list_nft_chains_for_address(prefix, address)
-    }
-
-    /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-legacy, where
-    /// all chains have been read. `address` is the text in rules.
-    fn list_legacy_chains_for_address(&self, prefix: &str, address: &str) -> Vec<String> {
-        let mentions_address = |rule: &Rule| rule.words.iter().any(|word| word.contains(address));
-        let mut found = Vec::new();
-        for (name, chain) in &self.read_chains {
-            if name.starts_with(prefix) && chain.iter().any(|chain| chain.rules.iter().any(mentions_address)) {
-                found.push(name.clone());
-            }
-        }
-        found
-    }
-
-    /// Does [`list_chains_for_address`](Chains::list_chains_for_address) in iptables-nft. Looks for
-    /// the address in the bytes of the rules.
-    fn list_nft_chains_for_address(&mut self, prefix: &str, address: IpAddr) -> Result<Vec<String>> {
-        let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
-        let octets = octets(address);
-        let table = self.table.in_nf_tables(self.family);
-        let what = format!("failed to list nft table {table}");
-        let read = |nft: &mut Nft| {
-            nft.rules_of_table(table, |chain, rule| {
-                chain.starts_with(prefix.as_bytes()) && nft::mentions(rule, &octets)
-            })
+    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr, jumps: &str) -> Result<BTreeSet<String>> {
+        let Some(nft) = &mut self.nft else {
+            // All chains of iptables-legacy have been read.
+            let text = address.to_string();
+            let mentions_address = |rule: &Rule| rule.words.iter().any(|word| word.contains(&text));
+            let has_address = |chain: &Chain| chain.rules.iter().any(mentions_address);
+            let found = self.read_chains.iter().filter(|(_, chain)| chain.as_ref().is_some_and(has_address));
+            return Ok(found.map(|(name, _)| name).filter(|name| name.starts_with(prefix)).cloned().collect());
         };
-        let found = nft.read_at_once(&what, Retries::Few, read)?;
-        let names: BTreeSet<String> = found.into_iter().map(|(chain, _)| chain).collect();
-        Ok(names.into_iter().collect())
+        if let Some(Some(chain)) = self.found_chains.get(jumps)
+            && let Some(found) = nft.rules_by_used_index(self.table, chain, &[Key::address(address)], false)?
+        {
+            let found = in_words(self.family, found);
+            let targets = found.iter().filter_map(Rule::target).filter(|target| target.starts_with(prefix));
+            return Ok(targets.map(str::to_owned).collect());
+        }
+        let octets = octets(address);
+        let has_address =
+            |chain: &[u8], rule: &[u8]| chain.starts_with(prefix.as_bytes()) && nft::mentions(rule, &octets);
+        let what = format!("failed to list nft table {}", self.table);
+        let found = nft.read_at_once(&what, Retries::Few, |nft| nft.rules_of_table(self.table, has_address))?;
+        Ok(found.into_iter().map(|(chain, _)| chain).collect())
     }
 
     /// Reads all chains for whose name `is_wanted` is true, with one list of the chains and one of
@@ -342,17 +326,15 @@ impl Chains<'_> {
         let Some(nft) = &mut self.nft else {
             return Ok(self.read_chains.keys().filter(|name| is_wanted(name)).cloned().collect());
         };
-        let (table, family) = (self.table.in_nf_tables(self.family), self.family);
+        let (table, family) = (self.table, self.family);
         let read = |nft: &mut Nft| {
-            let mut chains = nft.chains(table)?;
-            chains.retain(|chain| is_wanted(&chain.name));
-            let mut read_chains: BTreeMap<String, Chain> = BTreeMap::new();
-            for chain in chains {
-                read_chains.insert(chain.name, Chain { rules: Vec::new(), handle: Some(chain.handle) });
+            let mut read_chains: BTreeMap<String, Option<Chain>> = BTreeMap::new();
+            for chain in nft.chains(table)?.into_iter().filter(|chain| is_wanted(&chain.name)) {
+                read_chains.insert(chain.name, Some(Chain { rules: Vec::new(), handle: Some(chain.handle) }));
             }
             let is_read = |name: &[u8]| std::str::from_utf8(name).is_ok_and(|name| read_chains.contains_key(name));
             for (name, listed) in nft.rules_of_table(table, |name, _| is_read(name))? {
-                if let Some(chain) = read_chains.get_mut(&name) {
+                if let Some(Some(chain)) = read_chains.get_mut(&name) {
                     chain.rules.push(compat::rule_in_words(family, listed));
                 }
             }
@@ -365,7 +347,7 @@ impl Chains<'_> {
             result => result?,
         };
         let names = read_chains.keys().cloned().collect();
-        self.read_chains.extend(read_chains.into_iter().map(|(name, chain)| (name, Some(chain))));
+        self.read_chains.extend(read_chains);
         Ok(names)
     }
 
@@ -381,11 +363,14 @@ impl Chains<'_> {
     }
 }
 
-/// Reads a chain of iptables-nft with its rules; `None` if it does not exist.
-fn read_chain(nft: &mut Nft, table: Table, family: Family, name: &str) -> Result<Option<Chain>> {
-    let table = table.in_nf_tables(family);
-    let Some(chain) = nft.find_chain(table, name)? else { return Ok(None) };
-    let listed = nft.rules(table, name)?;
-    let rules = listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect();
-    Ok(Some(Chain { rules, handle: Some(chain.handle) }))
+/// Returns rules of nf_tables in the words of iptables.
+fn in_words(family: Family, listed: Vec<Listed>) -> Vec<Rule> {
+    listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect()
+}
+
+/// Returns the address that the target DNAT of the rule leads to; `None` if the target is another
+/// one, or without a port.
+fn destination(rule: &Rule) -> Option<IpAddr> {
+    let address: SocketAddr = rule.value("--to-destination")?.parse().ok()?;
+    Some(address.ip())
 }

@@ -46,7 +46,7 @@ mod transaction;
 mod xt;
 
 pub use chains::Chains;
-pub(crate) use chains::{JumpKeys, JumpSearch, Part, SearchFor, single_address};
+pub(crate) use chains::{JumpSearch, Part, SearchFor, single_address};
 pub(crate) use compat::rule_in_words;
 pub(crate) use compat::words;
 pub use edit::{CHAIN_NAME_MAX, Edit, check_conditions, is_chain_name};
@@ -228,16 +228,13 @@ impl<'m> Iptables<'m> {
     /// requested.
     pub fn read(&mut self, family: Family, variant: Variant) -> Result<Chains<'_>> {
         let (mut nft, mut read_chains) = (None, BTreeMap::new());
-        match variant {
-            Variant::Nft => nft = Some(&mut self.nft),
-            Variant::Legacy => {
-                if legacy_table_exists(self.table, family)? {
-                    let tool = self.tool(family, variant, ProgramKind::Save)?;
-                    read_chains = parse(&tool::save(self.runner, &tool, self.table)?);
-                }
-            }
+        if variant == Variant::Nft {
+            nft = Some(&mut self.nft);
+        } else if legacy_table_exists(self.table, family)? {
+            let tool = self.tool(family, variant, ProgramKind::Save)?;
+            read_chains = parse(&tool::save(self.runner, &tool, self.table)?);
         }
-        Ok(Chains { table: self.table, family, nft, read_chains, found_chains: BTreeMap::new(), makes_indexes: false })
+        Ok(Chains::new(self.table, family, nft, read_chains))
     }
 
     /// Makes the changes that `plan` returns, under the namespace's lock. `plan` is called again if

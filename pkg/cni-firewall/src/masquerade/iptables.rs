@@ -197,7 +197,6 @@ impl ContainerRules {
         // chain that does not exist.
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
         let leads_to_chain = |rule: &Rule| rule.target() == Some(&names.chain);
-        nat.has_chain(POSTROUTING)?;
         let all_jumps = nat.find_rules(POSTROUTING, &[Part::Target(&names.chain)], purpose, leads_to_chain)?;
         let (jumps, other_jumps): (Vec<Rule>, Vec<Rule>) = all_jumps.into_iter().partition(|rule| names.is_jump(rule));
         Ok(ContainerRules { chain: Some(chain), jumps, has_other_jumps: !other_jumps.is_empty() })

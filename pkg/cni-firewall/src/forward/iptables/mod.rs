@@ -235,7 +235,8 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
 fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
     let targets = [STAGE_1, CNI_FORWARD];
     let is_jump = |rule: &Rule| rule.target().is_some_and(|target| targets.contains(&target));
-    filter.find_rules(FORWARD, &targets.map(Part::Target), SearchFor::Compare, is_jump)
+    // No index: rules are inserted at the beginning of FORWARD.
+    filter.scan_rules(FORWARD, &targets.map(Part::Target), is_jump)
 }
 
 /// Returns the edit that removes the rules of the selected attachments. The Go plugin writes rules
@@ -254,7 +255,6 @@ pub(super) fn purge(
         AttachmentFilter::Garbage { .. } => Part::CommentBeginning(beginning),
     };
     let parts: Vec<Part<'_>> = selected.beginnings.iter().map(|beginning| part(beginning)).collect();
-    filter.has_chain(OWNERS)?;
     let found = filter.find_rules(OWNERS, &parts, SearchFor::Compare, |rule| rule.target().is_none())?;
     // The search also finds names that contain a beginning.
     let records = records_among(&found);

@@ -35,10 +35,6 @@ impl Removal<'_> {
         if candidates.is_empty() {
             return Ok(());
         }
-        // Both chains can be long, and have an index then.
-        for chain in [CNI_FORWARD, OWNERS] {
-            filter.has_chain(chain)?;
-        }
         let find = |filter: &mut Chains<'_>, chain| {
             find_rules_of(filter, chain, candidates.iter().copied(), None, SearchFor::Compare)
         };

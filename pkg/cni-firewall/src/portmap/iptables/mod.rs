@@ -137,8 +137,6 @@ fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
 fn find_shared_rule(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Result<Vec<Rule>> {
     // The target is the last word, or MARK before its option.
     let target = words.iter().skip_while(|word| *word != "-j").nth(1).map_or("", String::as_str);
-    // POSTROUTING can be long.
-    nat.has_chain(chain)?;
     nat.find_rules(chain, &[Part::Target(target)], SearchFor::Compare, |rule| rule.matches(words))
 }
 
@@ -241,15 +239,16 @@ fn plan_jumps(request: &FamilyRequest<'_>, existing: &[&Rule], claims_of_others:
 fn candidate_jumps(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = request.claims.iter().map(|claim| claim.host_port).collect();
     let chain = shape::chain_name(&request.wanted.attachment);
-    let search = JumpSearch { ports: &ports, target: &chain, address: Some(request.container.address()) };
-    nat.find_jumps(DNAT, search, shape::JUMP_KEYS)
+    let address = Some(request.container.address());
+    let keys_of = shape::jump_keys_in(request.family);
+    nat.find_jumps(DNAT, JumpSearch { ports: &ports, target: &chain, address, keys_of })
 }
 
 /// Returns the rules of [`DNAT`] that jump to `chain`. Reads [`DNAT`] only once, because rules are
 /// only appended to it.
 fn jumps_to(nat: &mut Chains<'_>, chain: &str) -> Result<Vec<Rule>> {
-    let search = JumpSearch { ports: &[], target: chain, address: None };
-    let mut jumps = nat.find_jumps(DNAT, search, shape::JUMP_KEYS)?;
+    let keys_of = shape::jump_keys_in(nat.family());
+    let mut jumps = nat.find_jumps(DNAT, JumpSearch { ports: &[], target: chain, address: None, keys_of })?;
     jumps.retain(|rule| rule.target() == Some(chain));
     Ok(jumps)
 }

@@ -27,7 +27,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use cni::hash::sha512_hex;
 
 use super::super::{ClaimedPort, Forwarding, Mapping, Protocol, SetMark, Snat};
-use crate::iptables::{CHAIN_NAME_MAX, JumpKeys, Rule, rule_in_words};
+use crate::iptables::{CHAIN_NAME_MAX, Rule, rule_in_words};
 use crate::nft::{Key, Listed};
 use cni::AttachmentId;
 use cni::Cidr;
@@ -186,15 +186,16 @@ impl Jump {
     }
 }
 
-/// How the rules of [`DNAT`] are indexed: by ports and target. The index also has the addresses
-/// that the containers' chains lead to.
-pub(super) const JUMP_KEYS: JumpKeys = JumpKeys {
-    v4: |listed| jump_keys(Family::V4, listed),
-    v6: |listed| jump_keys(Family::V6, listed),
-    address: |rule| rule.value("--to-destination")?.parse::<SocketAddr>().ok().map(|to| to.ip()),
-};
+/// Returns the function that gives the keys of a rule of [`DNAT`] in this family.
+pub(super) fn jump_keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
+    match family {
+        Family::V4 => |listed| jump_keys(Family::V4, listed),
+        Family::V6 => |listed| jump_keys(Family::V6, listed),
+    }
+}
 
-/// Returns the keys of a rule of [`DNAT`]; none for a rule that can match any port.
+/// Returns the keys of a rule of [`DNAT`], its ports and its target; none for a rule that can match
+/// any port.
 fn jump_keys(family: Family, listed: &Listed) -> Vec<Key> {
     let Some(jump) = Jump::read(&rule_in_words(family, listed.clone())) else { return Vec::new() };
     if jump.ports.is_empty() {
