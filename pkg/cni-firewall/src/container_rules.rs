@@ -14,7 +14,7 @@ use cni::rollback::Notes;
 use super::forward;
 use super::forward::owner::Record;
 use super::forward::records::RecordChain;
-use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, program_prefix, words};
+use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, variant_prefix, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
 use super::nft::{Listed, Nft, Retries, Table};
 use super::owner::OwnerTag;
@@ -148,7 +148,7 @@ fn list_table(
             match iptables.read(family, variant).and_then(|mut chains| list(&mut chains, variant)) {
                 Ok(()) => {}
                 Err(error) if variant == Variant::Legacy => {
-                    let program = program_name(family, variant);
+                    let program = variant_prefix(family, variant);
                     notes.note(format_args!("the rules of {program} are not listed: {error}"))
                 }
                 Err(error) => return Err(error),
@@ -156,11 +156,6 @@ fn list_table(
         }
     }
     Ok(())
-}
-
-/// Returns the name of the program that lists these rules, for example `ip6tables-legacy`.
-fn program_name(family: Family, variant: Variant) -> String {
-    format!("{}-{variant}", program_prefix(family))
 }
 
 /// Returns the entry for an address whose packets the plugin firewall accepts.
@@ -177,7 +172,7 @@ fn forward_entry(place: String, owned: &forward::owner::OwnedAddress) -> Contain
 /// accepts. Reads the chain that records the owners of addresses, because the accepting rules do
 /// not name owners.
 fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    let program = program_name(filter.family(), variant);
+    let program = variant_prefix(filter.family(), variant);
     for rule in filter.rules(forward::iptables::OWNERS)? {
         let Some(owned) = forward::iptables::read_record(rule) else { continue };
         // The entry's place is the chain of the accepting rules, as the records have no effect.
@@ -318,7 +313,7 @@ fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
 /// Adds to `rules` the rules of iptables' table nat that lead to chains of containers: from
 /// POSTROUTING for masquerading, from the DNAT chain for host ports.
 fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    let program = program_name(nat.family(), variant);
+    let program = variant_prefix(nat.family(), variant);
     let entry = |purpose, chain: &str, rule: &Rule, owner| ContainerRule {
         purpose,
         place: format!("{program} -t nat {chain}"),

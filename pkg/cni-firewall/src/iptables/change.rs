@@ -1,20 +1,25 @@
 //! Plans and applies changes, and does both again if another program changed the table in between.
 
-use super::edit::Edit;
-use super::tool::{self, ProgramKind, Runner};
-use super::{Chains, Iptables, LOCK_LIMIT, NetnsLock, Variant, transaction};
-use crate::nft::Batch;
-use cni_linux::error::{Cause, Error, Result};
+use std::time::Duration;
+
+use super::chains::keys_in;
+use super::edit::{Edit, IfExists};
+use super::tool::{ProgramKind, Programs};
+use super::{Chains, Iptables, NetnsLock, Table, Variant, encode, xt};
+use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
+use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
+/// How long a change waits for the lock of the network namespace at most.
+const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// How many times a change is planned at most.
 const ATTEMPTS: usize = 8;
 
 /// How the additions of an edit are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
-    /// Over netlink if [`transaction::additions`] can express them, else by `iptables-restore`.
-    /// Only for iptables-nft.
+    /// Over netlink if [`additions`] can express them, else by `iptables-restore`. Only for
+    /// iptables-nft.
     Netlink,
     /// By `iptables-restore`.
     Program,
@@ -64,48 +69,38 @@ impl Iptables<'_> {
         changed: &mut bool,
     ) -> Result<()> {
         let _lock = self.lock()?;
-        // How many families are finished, counted from the first.
-        let mut finished_count = 0;
+        let mut unfinished = families;
         // The failure of the first family that is not finished.
         let mut last_failure: Option<FailedEdit> = None;
-        for attempt in 0..ATTEMPTS {
-            for PlannedEdit { family, variant, edit, text } in
-                self.plan_edits(&families[finished_count..], &mut plan)?
-            {
-                let writer = self.choose_writer(family, variant, attempt);
+        let mut attempt = 0;
+        while !unfinished.is_empty() {
+            for planned in self.plan_edits(unfinished, &mut plan)? {
+                let writer = self.choose_writer(&planned, attempt);
                 // The failed family is the first of this attempt. `take` clears the failure, so
                 // that the families after it are not compared with it.
                 if let Some(failure) = last_failure.take()
-                    && failure.would_be_repeated(&text, writer)
+                    && failure.would_be_repeated(&planned.text, writer)
                 {
                     return Err(failure.error);
                 }
-                if edit.is_empty() {
-                    finished_count += 1;
-                    continue;
-                }
-                let result = self.apply(family, variant, &edit, writer, &text);
-                // A legacy program that fails has changed nothing. With iptables-nft the additions
-                // may have been made before the error.
-                *changed |= result.is_ok() || variant == Variant::Nft;
-                match result {
-                    Ok(()) => finished_count += 1,
-                    Err(error) if error.is_deadline() || error.is_terminated() => return Err(error),
-                    Err(error) => {
-                        last_failure = Some(FailedEdit { text, writer, error });
+                if !planned.edit.is_empty() {
+                    let result = self.apply(&planned, writer);
+                    // A legacy program that fails has changed nothing. With iptables-nft the
+                    // additions may have been made before the error.
+                    *changed |= result.is_ok() || planned.variant == Variant::Nft;
+                    if let Err(error) = result {
+                        if error.is_deadline() || error.is_terminated() || attempt + 1 == ATTEMPTS {
+                            return Err(error);
+                        }
+                        last_failure = Some(FailedEdit { text: planned.text, writer, error });
                         break;
                     }
                 }
+                unfinished = &unfinished[1..];
             }
-            if finished_count == families.len() {
-                return Ok(());
-            }
+            attempt += 1;
         }
-        Err(match last_failure {
-            Some(failure) => failure.error,
-            // Never reached: an attempt after which families remain has stored its failure.
-            None => Error::new("failed to change iptables", Cause::text("other processes kept changing its rules")),
-        })
+        Ok(())
     }
 
     /// Makes the removals that `plan` returns in iptables-nft. Reads without the lock, so that no
@@ -126,10 +121,9 @@ impl Iptables<'_> {
             return Ok(());
         }
         let text = edit.restore_text(self.table)?;
+        let planned = PlannedEdit { family, variant: Variant::Nft, edit, text };
         let lock = self.lock()?;
-        if self.nft.generation()? == generation
-            && self.apply(family, Variant::Nft, &edit, Writer::Netlink, &text).is_ok()
-        {
+        if self.nft.generation()? == generation && self.apply(&planned, Writer::Netlink).is_ok() {
             return Ok(());
         }
         drop(lock);
@@ -156,8 +150,8 @@ impl Iptables<'_> {
     /// Locks iptables of the network namespace. Logs the remark of the lock, if it has one, once
     /// for this object.
     fn lock(&mut self) -> Result<NetnsLock> {
-        let Runner { machine, on_sigterm } = self.runner;
-        let lock = NetnsLock::acquire(machine, on_sigterm, self.folders.lock_folder(), LOCK_LIMIT)?;
+        let Programs { machine, on_sigterm, folders } = &self.programs;
+        let lock = NetnsLock::acquire(*machine, *on_sigterm, &folders.lock_folder, LOCK_LIMIT)?;
         if let Some(remark) = lock.remark()
             && let Some(notes) = self.notes.take()
         {
@@ -170,23 +164,30 @@ impl Iptables<'_> {
     /// always the program. For iptables-nft the first attempt uses netlink, and later ones the
     /// program if it is installed: the kernel may accept the program's form of the rules, and if
     /// not, the program's error message may be better.
-    fn choose_writer(&self, family: Family, variant: Variant, attempt: usize) -> Writer {
-        if variant == Variant::Legacy {
-            return Writer::Program;
-        }
+    fn choose_writer(&self, planned: &PlannedEdit, attempt: usize) -> Writer {
+        let PlannedEdit { family, variant, .. } = *planned;
         let is_installed = || self.tool(family, variant, ProgramKind::Restore).is_ok();
-        if attempt > 0 && is_installed() { Writer::Program } else { Writer::Netlink }
+        if variant == Variant::Legacy || (attempt > 0 && is_installed()) { Writer::Program } else { Writer::Netlink }
     }
 
-    /// Applies one edit. With iptables-legacy the restore program makes all changes, from `text`.
-    /// With iptables-nft one transaction over netlink makes them; if the program has to write the
+    /// Applies one edit. With iptables-legacy the restore program makes all changes. With
+    /// iptables-nft one transaction over netlink makes them; if the program has to write the
     /// additions, it does that first, and the transaction makes the other changes.
-    fn apply(&mut self, family: Family, variant: Variant, edit: &Edit, writer: Writer, text: &str) -> Result<()> {
+    fn apply(&mut self, planned: &PlannedEdit, writer: Writer) -> Result<()> {
+        let PlannedEdit { family, variant, ref edit, ref text } = *planned;
         if variant == Variant::Legacy {
             let program = self.tool(family, variant, ProgramKind::Restore)?;
-            return tool::restore(self.runner, &program, text);
+            return self.programs.restore(&program, text);
         }
-        let mut batch = self.batch_with_additions(family, edit, writer)?;
+        let over_netlink = match writer {
+            Writer::Netlink => additions(&mut self.nft, self.table, family, edit)?,
+            Writer::Program => None,
+        };
+        if over_netlink.is_none() && edit.has_additions() {
+            let program = self.tool(family, variant, ProgramKind::Restore)?;
+            self.programs.restore(&program, &edit.additions().restore_text(self.table)?)?;
+        }
+        let mut batch = over_netlink.unwrap_or_default();
         let table = self.table.in_nf_tables(family);
         // Rules and chains of iptables-nft were read over netlink, so all have a handle.
         for (chain, rule) in edit.old_copies.iter().chain(&edit.deleted) {
@@ -201,25 +202,98 @@ impl Iptables<'_> {
         }
         self.nft.commit(batch)
     }
-
-    /// Returns a transaction of iptables-nft with the additions of the edit. If the program has to
-    /// write the additions, runs the program and returns an empty transaction.
-    fn batch_with_additions(&mut self, family: Family, edit: &Edit, writer: Writer) -> Result<Batch> {
-        if writer == Writer::Netlink
-            && let Some(batch) = transaction::additions(&mut self.nft, self.table, family, edit)?
-        {
-            return Ok(batch);
-        }
-        if edit.has_additions() {
-            let program = self.tool(family, Variant::Nft, ProgramKind::Restore)?;
-            tool::restore(self.runner, &program, &edit.additions_text(self.table)?)?;
-        }
-        Ok(Batch::new())
-    }
 }
 
 /// Whether the program failed because the table changed between the program's own reading and
 /// writing. The kernel returns EAGAIN to the program, whose stderr has only the text of the errno.
 fn is_concurrent_change(error: &Error) -> bool {
     error.to_string().contains("Resource temporarily unavailable")
+}
+
+/// Returns the names and properties of the base chains that iptables creates in a table.
+fn built_in_chains(table: Table) -> &'static [(&'static str, BaseChain)] {
+    const NAT: [(&str, BaseChain); 4] = [
+        ("PREROUTING", BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 }),
+        ("INPUT", BaseChain { kind: Kind::Nat, hook: Hook::Input, priority: 100 }),
+        ("OUTPUT", BaseChain { kind: Kind::Nat, hook: Hook::Output, priority: -100 }),
+        ("POSTROUTING", BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 }),
+    ];
+    const FILTER: [(&str, BaseChain); 3] = [
+        ("INPUT", BaseChain { kind: Kind::Filter, hook: Hook::Input, priority: 0 }),
+        ("FORWARD", BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 }),
+        ("OUTPUT", BaseChain { kind: Kind::Filter, hook: Hook::Output, priority: 0 }),
+    ];
+    match table {
+        Table::Nat => &NAT,
+        Table::Filter => &FILTER,
+    }
+}
+
+/// Whether rules can be written over netlink: this process must be a 64-bit one, and the kernel
+/// must have the xtables match `comment` and, for the table nat, the target `MASQUERADE`.
+pub(super) fn can_write_rules(nft: &mut Nft, table: Table, family: Family) -> Result<bool> {
+    // A 32-bit process cannot know the sizes of the structures in a 64-bit kernel.
+    if cfg!(target_pointer_width = "32") {
+        return Ok(false);
+    }
+    let masquerade = if family == Family::V4 { xt::MASQUERADE_V4 } else { xt::MASQUERADE_V6 };
+    let family = table.in_nf_tables(family).family;
+    let mut kernel_has =
+        |extension: xt::Extension, kind| nft.has_extension(family, extension.name, extension.revision, kind);
+    if !kernel_has(xt::COMMENT, Extension::Match)? {
+        return Ok(false);
+    }
+    Ok(table != Table::Nat || kernel_has(masquerade, Extension::Target)?)
+}
+
+/// Returns a transaction that creates the edit's chains and rules and, if they are missing, the
+/// table and the base chains to which the rules are added. `None` if `iptables-restore` has to do
+/// that: in a 32-bit process, for words that [`encode`] does not know, and if a base chain is
+/// missing in a table that was made with `nft`.
+fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
+    if cfg!(target_pointer_width = "32") {
+        return Ok(None);
+    }
+    let encoded: Option<Vec<_>> = edit.rules.iter().map(|added| encode::rule(family, &added.words)).collect();
+    let Some(encoded) = encoded else { return Ok(None) };
+    let (mut batch, nft_table) = (Batch::new(), table.in_nf_tables(family));
+    let mut missing = Vec::new();
+    for (name, base) in built_in_chains(table) {
+        if !edit.rules.iter().any(|added| added.chain == *name) {
+            continue;
+        }
+        // A base chain that exists must not be in the transaction: closing the socket would then
+        // wait for an RCU grace period.
+        match nft.find_chain(nft_table, name)? {
+            Some(chain) => nft.use_index(nft_table, &chain, keys_in(family))?,
+            None => missing.push((name, *base)),
+        }
+    }
+    if !missing.is_empty() {
+        let existing_chains = nft.chains(nft_table)?;
+        // A base chain that iptables would not create shows that the table was made with `nft`.
+        let is_made_with_nft =
+            |chain: &Chain| chain.base.is_some_and(|base| !built_in_chains(table).contains(&(&chain.name, base)));
+        if existing_chains.iter().any(is_made_with_nft) {
+            return Ok(None);
+        }
+        // A table without chains may be missing. If the table exists, `ensure_table` has no effect.
+        if existing_chains.is_empty() {
+            batch.ensure_table(nft_table, None);
+        }
+    }
+    for (name, base) in missing {
+        batch.ensure_base_chain(nft_table, name, base);
+    }
+    for (name, if_exists) in &edit.chains {
+        if *if_exists == IfExists::Empty && nft.find_chain(nft_table, name)?.is_some() {
+            batch.flush_chain(nft_table, name);
+        } else {
+            batch.create_chain(nft_table, name);
+        }
+    }
+    for (added, rule) in edit.rules.iter().zip(&encoded) {
+        batch.add_xtables_rule((nft_table, &added.chain), &rule.exprs, rule.protocol, added.position);
+    }
+    Ok(Some(batch))
 }

@@ -114,16 +114,19 @@ impl Edit {
         !self.chains.is_empty() || !self.rules.is_empty()
     }
 
-    /// Returns the created chains and added rules as the input of `iptables-restore`. Fails for a
-    /// word that cannot be quoted.
-    pub(crate) fn additions_text(&self, table: Table) -> Result<String> {
-        let mut text = format!("*{}\n", table.name());
-        self.push_additions(&mut text)?;
-        Ok(text + "COMMIT\n")
+    /// Returns the part of the edit that creates chains and adds rules.
+    pub(crate) fn additions(&self) -> Edit {
+        Edit { chains: self.chains.clone(), rules: self.rules.clone(), ..Edit::new() }
     }
 
-    /// Appends the lines that create chains and add rules to `text`.
-    fn push_additions(&self, text: &mut String) -> Result<()> {
+    /// Returns all changes as the input of `iptables-restore`: additions, then removals. Only the
+    /// old copies are removed before the additions, because `-D` removes the first rule with the
+    /// given words, which would be the new copy. Fails for a word that cannot be quoted.
+    pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
+        let mut text = format!("*{}\n", table.name());
+        for (chain, rule) in &self.old_copies {
+            push_rule(&mut text, "-D", chain, &rule.words)?;
+        }
         for (name, if_exists) in &self.chains {
             let name = quoted(name)?;
             // `-N` fails if the chain exists; a line with `:` creates the chain or empties it. The
@@ -138,20 +141,8 @@ impl Edit {
                 RulePosition::First => "-I",
                 RulePosition::Last => "-A",
             };
-            push_rule(text, command, chain, words)?;
+            push_rule(&mut text, command, chain, words)?;
         }
-        Ok(())
-    }
-
-    /// Returns all changes as the input of `iptables-restore`: additions, then removals. Only the
-    /// old copies are removed before the additions, because `-D` removes the first rule with the
-    /// given words, which would be the new copy. Fails for a word that cannot be quoted.
-    pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
-        let mut text = format!("*{}\n", table.name());
-        for (chain, rule) in &self.old_copies {
-            push_rule(&mut text, "-D", chain, &rule.words)?;
-        }
-        self.push_additions(&mut text)?;
         for (chain, rule) in &self.deleted {
             push_rule(&mut text, "-D", chain, &rule.words)?;
         }
@@ -295,7 +286,7 @@ mod tests {
         edit.put_first("FORWARD", words, &[rule]);
         let all = "*filter\n-D FORWARD -j CNI-A\n-I FORWARD -j CNI-A\nCOMMIT\n";
         assert_eq!(edit.restore_text(Table::Filter).unwrap(), all);
-        assert_eq!(edit.additions_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\nCOMMIT\n");
+        assert_eq!(edit.additions().restore_text(Table::Filter).unwrap(), "*filter\n-I FORWARD -j CNI-A\nCOMMIT\n");
     }
 
     #[test]

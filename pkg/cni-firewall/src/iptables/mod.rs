@@ -23,7 +23,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Duration;
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
@@ -42,23 +41,19 @@ mod fields;
 mod lock;
 mod rule;
 mod tool;
-mod transaction;
 mod xt;
 
 pub use chains::Chains;
 pub(crate) use chains::{JumpSearch, Part, SearchFor, single_address};
-pub(crate) use compat::rule_in_words;
-pub(crate) use compat::words;
+pub(crate) use compat::{rule_in_words, words};
 pub use edit::{CHAIN_NAME_MAX, Edit, check_conditions, is_chain_name};
 pub use lock::NetnsLock;
 pub use rule::{Rule, quote, split};
 pub use tool::Folders;
 
-use tool::{ProgramKind, Runner, Tool, legacy_table_exists};
-pub(crate) use tool::{parse, program_prefix};
+use tool::{ProgramKind, Programs, Tool, legacy_table_exists};
+pub(crate) use tool::{parse, program_prefix, variant_prefix};
 
-/// How long a change waits for the lock of the network namespace at most.
-pub const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// Both families, in the order in which they are processed.
 pub const FAMILIES: [Family; 2] = [Family::V4, Family::V6];
 
@@ -120,8 +115,7 @@ pub struct Chain {
 /// One table of iptables in the network namespace of the thread that uses it.
 pub struct Iptables<'m> {
     table: Table,
-    runner: Runner<'m>,
-    folders: Folders,
+    programs: Programs<'m>,
     nft: Nft,
     /// Where a remark about the lock is logged; `None` after the first remark.
     notes: Option<Notes>,
@@ -131,7 +125,7 @@ impl fmt::Debug for Iptables<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Iptables")
             .field("table", &self.table)
-            .field("folders", &self.folders)
+            .field("folders", &self.programs.folders)
             .field("nft", &self.nft)
             .finish_non_exhaustive()
     }
@@ -154,8 +148,8 @@ impl<'m> Iptables<'m> {
         on_sigterm: OnSigterm,
         folders: Folders,
     ) -> Result<Iptables<'m>> {
-        let runner = Runner { machine, on_sigterm };
-        Ok(Iptables { table, runner, folders, nft: Nft::open()?, notes: Some(notes) })
+        let programs = Programs { machine, on_sigterm, folders };
+        Ok(Iptables { table, programs, nft: Nft::open()?, notes: Some(notes) })
     }
 
     /// Returns the variant that the administrator has chosen: the variant of `iptables-restore`. If
@@ -163,7 +157,7 @@ impl<'m> Iptables<'m> {
     /// `None` if neither is. Runs the program, with `--version`, only if the name of its file does
     /// not contain the variant.
     pub fn chosen_variant(&self, family: Family) -> Result<Option<Variant>> {
-        Ok(tool::chosen_program(&self.folders, self.runner, family)?.map(|program| program.variant))
+        Ok(self.programs.chosen(family)?.map(|program| program.variant))
     }
 
     /// Returns the variant in which new rules are made: the chosen one or, if no variant is
@@ -173,7 +167,7 @@ impl<'m> Iptables<'m> {
         if let Some(chosen) = self.chosen_variant(family)? {
             return Ok(Some(chosen));
         }
-        let can_write = transaction::can_write_rules(&mut self.nft, self.table, family)?;
+        let can_write = change::can_write_rules(&mut self.nft, self.table, family)?;
         Ok(can_write.then_some(Variant::Nft))
     }
 
@@ -184,10 +178,10 @@ impl<'m> Iptables<'m> {
     /// The program's error, or that no program is installed and rules cannot be written over
     /// netlink.
     pub fn probe(&mut self, family: Family) -> Result<()> {
-        match tool::chosen_program(&self.folders, self.runner, family)? {
-            Some(tool) => tool::restore(self.runner, &tool, &format!("*{}\nCOMMIT\n", self.table.name())),
+        match self.programs.chosen(family)? {
+            Some(tool) => self.programs.restore(&tool, &Edit::new().restore_text(self.table)?),
             None if self.variant_for_new_rules(family)?.is_some() => Ok(()),
-            None => Err(programs_not_found(family, None)),
+            None => Err(programs_not_found(program_prefix(family))),
         }
     }
 
@@ -216,7 +210,7 @@ impl<'m> Iptables<'m> {
             return Ok(true);
         }
         for kind in [ProgramKind::Save, ProgramKind::Restore] {
-            if tool::find_program(&self.folders, self.runner, family, variant, kind)?.is_none() {
+            if self.programs.find(family, variant, kind)?.is_none() {
                 return Ok(false);
             }
         }
@@ -232,7 +226,7 @@ impl<'m> Iptables<'m> {
             nft = Some(&mut self.nft);
         } else if legacy_table_exists(self.table, family)? {
             let tool = self.tool(family, variant, ProgramKind::Save)?;
-            read_chains = parse(&tool::save(self.runner, &tool, self.table)?);
+            read_chains = parse(&self.programs.save(&tool, self.table)?);
         }
         Ok(Chains::new(self.table, family, nft, read_chains))
     }
@@ -259,27 +253,21 @@ impl<'m> Iptables<'m> {
     /// program is installed.
     fn tool(&self, family: Family, variant: Variant, kind: ProgramKind) -> Result<Tool> {
         if kind == ProgramKind::Restore
-            && let Some(tool) = tool::chosen_program(&self.folders, self.runner, family)?
+            && let Some(tool) = self.programs.chosen(family)?
             && tool.variant == variant
         {
             return Ok(tool);
         }
-        let found = tool::find_program(&self.folders, self.runner, family, variant, kind)?;
-        found.ok_or_else(|| programs_not_found(family, Some(variant)))
+        let found = self.programs.find(family, variant, kind)?;
+        found.ok_or_else(|| programs_not_found(&variant_prefix(family, variant)))
     }
 }
 
-/// Returns the error for programs that are not installed: those of `variant`, or those of both
-/// variants if it is `None`.
-fn programs_not_found(family: Family, variant: Option<Variant>) -> Error {
-    let mut name = program_prefix(family).to_owned();
-    if let Some(variant) = variant {
-        name += &format!("-{variant}");
-    }
-    Error::new(
-        format!("failed to find the programs of {name}"),
-        Cause::text("they are neither in PATH nor in /usr/sbin"),
-    )
+/// Returns the error for programs that are not installed. `prefix` is the first part of their
+/// names.
+fn programs_not_found(prefix: &str) -> Error {
+    let cause = Cause::text("they are neither in PATH nor in /usr/sbin");
+    Error::new(format_args!("failed to find the programs of {prefix}"), cause)
 }
 
 #[cfg(test)]

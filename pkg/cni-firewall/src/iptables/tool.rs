@@ -10,7 +10,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -45,14 +44,6 @@ impl ProgramKind {
     }
 }
 
-/// The means to run programs and to wait for the lock.
-#[derive(Clone, Copy)]
-pub(crate) struct Runner<'m> {
-    pub(crate) machine: &'m dyn Machine,
-    /// Whether SIGTERM ends the wait for the lock. SIGTERM never ends a program that runs.
-    pub(crate) on_sigterm: OnSigterm,
-}
-
 /// The folder of the lock's file.
 const LOCK_FOLDER: &str = "/run/cni";
 
@@ -60,7 +51,7 @@ const LOCK_FOLDER: &str = "/run/cni";
 #[derive(Clone, Debug)]
 pub struct Folders {
     programs: Vec<PathBuf>,
-    lock_folder: PathBuf,
+    pub(super) lock_folder: PathBuf,
 }
 
 impl Folders {
@@ -80,11 +71,6 @@ impl Folders {
     #[must_use]
     pub(crate) fn with_lock_folder(self, folder: impl Into<PathBuf>) -> Folders {
         Folders { lock_folder: folder.into(), ..self }
-    }
-
-    /// Returns the folder of the lock's file.
-    pub(crate) fn lock_folder(&self) -> &Path {
-        &self.lock_folder
     }
 
     /// Returns the path of the program with this name; `None` if it is not installed.
@@ -108,113 +94,115 @@ pub(crate) fn program_prefix(family: Family) -> &'static str {
     }
 }
 
-/// Returns the restore program that the administrator has chosen: `iptables-restore`, usually a
-/// link; if it is not installed, `iptables-nft-restore`, else `iptables-legacy-restore`. `None` if
-/// none is installed.
-pub(crate) fn chosen_program(folders: &Folders, runner: Runner<'_>, family: Family) -> Result<Option<Tool>> {
-    let plain_name = format!("{}-{}", program_prefix(family), ProgramKind::Restore.suffix());
-    if let Some(program) = folders.find(&plain_name) {
-        let variant = variant_of(&program, runner)?;
-        return Ok(Some(Tool { program, variant }));
-    }
-    for variant in [Variant::Nft, Variant::Legacy] {
-        if let Some(program) = folders.find(&program_name(family, variant, ProgramKind::Restore)) {
-            return Ok(Some(Tool { program, variant }));
+/// Returns the first part of the names of a variant's programs: `ip6tables-nft`.
+pub(crate) fn variant_prefix(family: Family, variant: Variant) -> String {
+    format!("{}-{variant}", program_prefix(family))
+}
+
+/// The programs of iptables on this host, and the means to run them.
+pub(crate) struct Programs<'m> {
+    pub(crate) machine: &'m dyn Machine,
+    /// Whether SIGTERM ends the wait for the lock. SIGTERM never ends a program that runs.
+    pub(crate) on_sigterm: OnSigterm,
+    pub(crate) folders: Folders,
+}
+
+impl Programs<'_> {
+    /// Returns the restore program that the administrator has chosen: `iptables-restore`, usually a
+    /// link; if it is not installed, `iptables-nft-restore`, else `iptables-legacy-restore`. `None`
+    /// if none is installed.
+    pub(crate) fn chosen(&self, family: Family) -> Result<Option<Tool>> {
+        let kind = ProgramKind::Restore;
+        if let Some(plain) = self.find_plain(family, kind)? {
+            return Ok(Some(plain));
         }
+        Ok([Variant::Nft, Variant::Legacy].into_iter().find_map(|variant| self.find_named(family, variant, kind)))
     }
-    Ok(None)
-}
 
-/// Returns the program of one variant: `iptables-nft-save`, for example, or else `iptables-save` if
-/// that has the variant. `None` if no program of the variant is installed.
-pub(crate) fn find_program(
-    folders: &Folders,
-    runner: Runner<'_>,
-    family: Family,
-    variant: Variant,
-    kind: ProgramKind,
-) -> Result<Option<Tool>> {
-    if let Some(program) = folders.find(&program_name(family, variant, kind)) {
-        return Ok(Some(Tool { program, variant }));
+    /// Returns the program of one variant: `iptables-nft-save`, for example, or else
+    /// `iptables-save` if that has the variant. `None` if no program of the variant is installed.
+    pub(crate) fn find(&self, family: Family, variant: Variant, kind: ProgramKind) -> Result<Option<Tool>> {
+        if let Some(named) = self.find_named(family, variant, kind) {
+            return Ok(Some(named));
+        }
+        Ok(self.find_plain(family, kind)?.filter(|plain| plain.variant == variant))
     }
-    let plain_name = format!("{}-{}", program_prefix(family), kind.suffix());
-    let Some(program) = folders.find(&plain_name) else { return Ok(None) };
-    if variant_of(&program, runner)? != variant {
-        return Ok(None);
+
+    /// Returns the program whose name does not contain the variant: `iptables-restore`. `None` if
+    /// it is not installed.
+    fn find_plain(&self, family: Family, kind: ProgramKind) -> Result<Option<Tool>> {
+        let name = format!("{}-{}", program_prefix(family), kind.suffix());
+        let Some(program) = self.folders.find(&name) else { return Ok(None) };
+        let variant = self.variant_of(&program)?;
+        Ok(Some(Tool { program, variant }))
     }
-    Ok(Some(Tool { program, variant }))
-}
 
-/// Returns the name of a program with the variant in it: `iptables-nft-restore`.
-fn program_name(family: Family, variant: Variant, kind: ProgramKind) -> String {
-    format!("{}-{variant}-{}", program_prefix(family), kind.suffix())
-}
-
-/// Returns the variant of a program. Follows links, usually to `xtables-nft-multi` or
-/// `xtables-legacy-multi`, whose names contain the variant. A program with another name, for
-/// example a script, is run with `--version`; fails if that fails.
-fn variant_of(program: &Path, runner: Runner<'_>) -> Result<Variant> {
-    // If a link cannot be followed, its own name is used; running the program then reports why.
-    let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
-    let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    if name.contains("nft") {
-        return Ok(Variant::Nft);
+    /// Returns the program whose name contains the variant: `iptables-nft-restore`. `None` if it is
+    /// not installed.
+    fn find_named(&self, family: Family, variant: Variant, kind: ProgramKind) -> Option<Tool> {
+        let program = self.folders.find(&format!("{}-{}", variant_prefix(family, variant), kind.suffix()))?;
+        Some(Tool { program, variant })
     }
-    if name.contains("legacy") {
-        return Ok(Variant::Legacy);
+
+    /// Returns the variant of a program. Follows links, usually to `xtables-nft-multi` or
+    /// `xtables-legacy-multi`, whose names contain the variant. A program with another name, for
+    /// example a script, is run with `--version`; fails if that fails.
+    fn variant_of(&self, program: &Path) -> Result<Variant> {
+        // If a link cannot be followed, its own name is used; running the program then reports why.
+        let file = program.canonicalize().unwrap_or_else(|_| program.to_owned());
+        let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.contains("nft") {
+            return Ok(Variant::Nft);
+        }
+        if name.contains("legacy") {
+            return Ok(Variant::Legacy);
+        }
+        let version = self.run(program, &["--version"], "")?;
+        // Releases from before iptables-nft print no variant; they are what is now called legacy.
+        Ok(if version.contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
     }
-    let version = run(runner, program, &["--version"], b"")?;
-    // Releases from before iptables-nft print no variant; they are what is now called legacy.
-    Ok(if String::from_utf8_lossy(&version).contains("nf_tables") { Variant::Nft } else { Variant::Legacy })
-}
 
-/// Runs a restore program with `text` as its input. If the program fails, it has changed nothing.
-pub(crate) fn restore(runner: Runner<'_>, tool: &Tool, text: &str) -> Result<()> {
-    run(runner, &tool.program, &["--noflush", "-w", XTABLES_WAIT], text.as_bytes()).map(drop)
-}
+    /// Runs a restore program with `text` as its input. If the program fails, it has changed
+    /// nothing.
+    pub(crate) fn restore(&self, tool: &Tool, text: &str) -> Result<()> {
+        self.run(&tool.program, &["--noflush", "-w", XTABLES_WAIT], text).map(drop)
+    }
 
-/// Runs a save program and returns its output.
-pub(crate) fn save(runner: Runner<'_>, tool: &Tool, table: Table) -> Result<String> {
-    run(runner, &tool.program, &["-t", table.name()], b"").map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-}
+    /// Runs a save program and returns its output.
+    pub(crate) fn save(&self, tool: &Tool, table: Table) -> Result<String> {
+        self.run(&tool.program, &["-t", table.name()], "")
+    }
 
-/// Runs a program and returns its stdout. Fails if it cannot be started, does not end within
-/// [`LIMIT`], or does not exit with status 0.
-fn run(runner: Runner<'_>, program: &Path, args: &[&str], stdin: &[u8]) -> Result<Vec<u8>> {
-    let command = CommandContext { program, args };
-    let args = args.iter().map(OsString::from).collect();
-    // SIGTERM does not end the program: its run is short, and rollbacks after a SIGTERM need it
-    // too.
-    let on_sigterm = OnSigterm::Finish;
-    let child = Child { program: program.to_owned(), args, env: None, stdin, timeout: LIMIT, on_sigterm };
-    let output = runner.machine.run(&child).map_err(|error| {
-        let cause = match error {
-            RunError::Timeout(limit) => Cause::Deadline(limit),
-            RunError::Terminated => Cause::Terminated,
-            RunError::Start(error) => error.into(),
-            RunError::Io(error) => {
+    /// Runs a program and returns its stdout. Fails if it cannot be started, does not end within
+    /// [`LIMIT`], or does not exit with status 0.
+    fn run(&self, program: &Path, args: &[&str], stdin: &str) -> Result<String> {
+        let child = Child {
+            program: program.to_owned(),
+            args: args.iter().map(OsString::from).collect(),
+            env: None,
+            stdin: stdin.as_bytes(),
+            timeout: LIMIT,
+            // SIGTERM does not end the program: its run is short, and rollbacks after a SIGTERM
+            // need it too.
+            on_sigterm: OnSigterm::Finish,
+        };
+        let cause = match self.machine.run(&child) {
+            Ok(output) if output.status == Exit::Status(0) => {
+                return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+            }
+            Ok(output) => {
+                let stderr = String::from_utf8_lossy(&output.stderr);
+                let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+                Cause::text(format!("{}: {}", output.status, lines.join(" / ")))
+            }
+            Err(RunError::Timeout(limit)) => Cause::Deadline(limit),
+            Err(RunError::Terminated) => Cause::Terminated,
+            Err(RunError::Start(error)) => error.into(),
+            Err(RunError::Io(error)) => {
                 Cause::text(format!("failed to write to the program or to read its output: {error}"))
             }
         };
-        Error::new(&command, cause)
-    })?;
-    if output.status == Exit::Status(0) {
-        return Ok(output.stdout);
-    }
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    Err(Error::new(command, Cause::text(format!("{}: {}", output.status, lines.join(" / ")))))
-}
-
-/// A command in an error, displayed as `failed to run PROGRAM ARGS`.
-struct CommandContext<'a> {
-    program: &'a Path,
-    args: &'a [&'a str],
-}
-
-impl fmt::Display for CommandContext<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "failed to run {} {}", self.program.display(), self.args.join(" "))
+        Err(Error::new(format_args!("failed to run {} {}", program.display(), args.join(" ")), cause))
     }
 }
 
@@ -264,13 +252,13 @@ mod tests {
 
     use super::*;
 
-    /// Runs `test` with a real machine.
-    fn with_runner<T>(test: impl FnOnce(Runner<'_>) -> T) -> T {
-        test(Runner { machine: &crate::testing::machine(), on_sigterm: OnSigterm::Kill })
+    /// Runs `test` with the programs in these folders and a real machine.
+    fn with_programs<T>(folders: Folders, test: impl FnOnce(&Programs<'_>) -> T) -> T {
+        test(&Programs { machine: &crate::testing::machine(), on_sigterm: OnSigterm::Kill, folders })
     }
 
     fn chosen_in(folder: &tempfile::TempDir, family: Family) -> Option<Tool> {
-        with_runner(|runner| chosen_program(&in_folder(folder), runner, family).unwrap())
+        with_programs(in_folder(folder), |programs| programs.chosen(family).unwrap())
     }
 
     fn folder_with(names: &[(&str, &str)]) -> tempfile::TempDir {
@@ -308,9 +296,8 @@ mod tests {
         let tool = chosen_in(&folder, Family::V4).unwrap();
         assert_eq!(tool.variant, Variant::Nft);
         let find = |variant| {
-            with_runner(|runner| {
-                find_program(&in_folder(&folder), runner, Family::V4, variant, ProgramKind::Restore).unwrap()
-            })
+            let restore = ProgramKind::Restore;
+            with_programs(in_folder(&folder), |programs| programs.find(Family::V4, variant, restore).unwrap())
         };
         assert!(find(Variant::Nft).is_some() && find(Variant::Legacy).is_none());
     }
@@ -333,7 +320,8 @@ mod tests {
     #[test]
     fn a_failure_names_the_program_its_arguments_and_what_it_said() {
         let args = ["-c", "echo one >&2; echo two >&2; exit 3"];
-        let error = with_runner(|runner| run(runner, Path::new("/bin/sh"), &args, b"").unwrap_err());
+        let run = |programs: &Programs<'_>| programs.run(Path::new("/bin/sh"), &args, "");
+        let error = with_programs(Folders::only([]), run).unwrap_err();
         let text = error.to_string();
         assert!(
             text.starts_with("failed to run /bin/sh -c ") && text.ends_with(": exit status 3: one / two"),

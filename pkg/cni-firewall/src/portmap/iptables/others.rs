@@ -12,7 +12,7 @@ use super::shape::{self, DNAT, Jump, MappingRules, Section};
 use super::{Chains, FamilyRequest, candidate_jumps, delete_sections, jumps_to};
 use crate::Backend;
 use crate::engine::Store;
-use crate::iptables::{Edit, Iptables, Rule, Variant, program_prefix};
+use crate::iptables::{Edit, Iptables, Rule, Variant, variant_prefix};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
 
@@ -40,7 +40,7 @@ pub(in super::super) fn search_other_tables(
             if Some(variant) == written_variant || (variant == Variant::Legacy && !is_mapped) {
                 continue;
             }
-            let name = format!("{}-{variant}", program_prefix(family));
+            let name = variant_prefix(family, variant);
             search.begin(SearchedTables::Other(name.clone()));
             match search_table(&mut iptables, &request, variant, search) {
                 Err(error) if variant == Variant::Legacy && !must_fail(&error) => store.notes.note(format_args!(
