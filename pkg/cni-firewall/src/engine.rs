@@ -37,40 +37,33 @@ pub fn nft_usable() -> Result<bool> {
     }
 }
 
-/// The maximum number of tries of a change that fails because the ruleset has changed since it was
-/// read ([`Batch::only_at`]). Of n processes that change rules at once, each fails at most n - 1
-/// times, and a failed try costs little.
+/// The maximum number of tries of a [`change`]. Of n processes that change rules at once, each
+/// fails at most n - 1 times, and a failed try costs little.
 const TRIES_MAX: usize = 1024;
 
-/// Calls `change`, which reads rules and changes them with [`Batch::only_at`], and returns its
-/// result. If it fails because another process has changed the rules in between, calls it again, a
-/// limited number of times. Any other error is final: the kernel checks for changed rules first.
-pub(crate) fn retry<T>(mut change: impl FnMut() -> Result<T>) -> Result<T> {
+/// Makes the changes that `plan` adds to an empty batch of nf_tables, in one transaction. If
+/// another process has changed any rule of the namespace since the call of `plan`, the kernel
+/// refuses the transaction, and `plan` is called again. So `plan` can add changes that depend on
+/// all that it has read, and reads each list only once ([`Nft::wait_for_generation`]).
+///
+/// `plan` is also called again if an index that it used lacked rules of another program. The kernel
+/// has made the changes then, so the second call can find nothing to do.
+///
+/// # Errors
+/// `plan` fails, or the kernel refuses the changes.
+pub(crate) fn change(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<()> {
     for _ in 0..TRIES_MAX {
-        match change() {
+        let mut batch = Batch::new();
+        batch.only_at(nft.wait_for_generation()?);
+        plan(nft, &mut batch)?;
+        match nft.commit(batch) {
             Err(error) if raced(&error) => {}
+            // Any other error is final: the kernel checks for changed rules first.
             result => return result,
         }
     }
     let cause = Cause::text(format!("other processes changed the rules during each of {TRIES_MAX} attempts"));
     Err(Error::new("failed to change nftables", cause))
-}
-
-/// Makes the changes that `plan` adds to a batch of nf_tables, in one transaction. Returns whether
-/// there were any.
-///
-/// # Errors
-/// `plan` fails, or the kernel refuses the changes.
-pub(crate) fn change(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<bool> {
-    retry(|| {
-        let mut batch = Batch::new();
-        // If another process changes the ruleset before the commit, `retry` plans again.
-        batch.only_at(nft.wait_for_generation()?);
-        plan(nft, &mut batch)?;
-        let has_changes = !batch.is_empty();
-        nft.commit(batch)?;
-        Ok(has_changes)
-    })
 }
 
 /// The maximum number of tries of a change that fails with [`is_conflict`].
@@ -87,7 +80,8 @@ fn is_conflict(error: &Error) -> bool {
 ///
 /// If an object that is to be removed is in use, removes each object in a transaction of its own,
 /// and makes the rest of the plan if all could be removed. Before Linux 5.0 that is always so for a
-/// chain and the jump to it. Otherwise a rule of another program jumps to the chain.
+/// chain and the jump to it. Otherwise a rule of another program jumps to the chain. `plan` is
+/// called again before each of these steps.
 ///
 /// # Errors
 /// As [`change`]; the first object that is still in use.
@@ -103,23 +97,21 @@ pub(crate) fn change_by_handle(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mu
             Err(error) if error.errno() == Some(libc::EBUSY) => {}
             result => return result,
         }
-        let mut result = Ok(());
-        for removal in planned(nft)?.into_removals() {
-            match nft.commit(removal) {
-                Err(error) if !is_conflict(&error) && result.is_ok() => result = Err(error),
-                _ => {}
-            }
+        let removals = planned(nft)?.into_removals();
+        // Not stopped by the first failure, so that as much as possible is removed.
+        let results: Vec<Result<()>> = removals.map(|removal| nft.commit(removal)).collect();
+        if let Some(error) = results.into_iter().filter_map(Result::err).find(|error| !is_conflict(error)) {
+            return Err(error);
         }
-        result?;
-        let batch = planned(nft)?;
-        nft.commit(batch)
+        let rest = planned(nft)?;
+        nft.commit(rest)
     })
 }
 
-/// Calls `change`, which reads rules and changes them, and returns its result. If it fails with
-/// [`is_conflict`], calls it again, at most [`CONFLICTS_MAX`] times in all. An error that persists
+/// Calls `change`, which reads rules and changes them. If it fails with [`is_conflict`], calls it
+/// again, at most [`CONFLICTS_MAX`] times in all. An error that persists
 /// although no process has changed a rule since the last try has another cause, and is final.
-pub(crate) fn retry_conflicts<T>(nft: &mut Nft, mut change: impl FnMut(&mut Nft) -> Result<T>) -> Result<T> {
+pub(crate) fn retry_conflicts(nft: &mut Nft, mut change: impl FnMut(&mut Nft) -> Result<()>) -> Result<()> {
     let mut generation_after_last = None;
     for _ in 1..CONFLICTS_MAX {
         let error = match change(nft) {
@@ -202,13 +194,12 @@ impl<'m> Store<'m> {
         mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>,
         changed: &mut bool,
     ) -> Result<()> {
-        let plan = |nft: &mut Nft, batch: &mut Batch| {
+        change(&mut Nft::open()?, |nft, batch| {
             plan(nft, batch)?;
             // After an error, the kernel may have made the changes: its answer can be lost.
             *changed |= !batch.is_empty();
             Ok(())
-        };
-        change(&mut Nft::open()?, plan).map(drop)
+        })
     }
 
     /// Makes the changes that `plan` returns for iptables, for each family in the variant that the
@@ -241,7 +232,7 @@ impl<'m> Store<'m> {
     /// Makes the removals that `plan` adds to a batch of nf_tables.
     pub(crate) fn purge_in_nftables(&self, plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<()> {
         let mut nft = Nft::open()?;
-        let result = change(&mut nft, plan).map(drop);
+        let result = change(&mut nft, plan);
         self.open_nft.borrow_mut().push(nft);
         result
     }
@@ -265,48 +256,36 @@ impl<'m> Store<'m> {
                 vec![Variant::Legacy]
             });
             for variant in variants {
-                let result = match (iptables.can_remove(family, variant), filter) {
-                    (Err(error), _) => Err(error),
-                    (Ok(false), _) => {
-                        self.note_unread(family, variant);
-                        Ok(())
-                    }
-                    // GC reads the rules of all attachments. The save program of iptables-legacy
-                    // prints the whole table in any case.
-                    (Ok(true), AttachmentFilter::Garbage { .. }) if variant == Variant::Nft => {
-                        iptables.remove_from_nft(family, &mut plan)
-                    }
-                    (Ok(true), _) => iptables.change(family, variant, &mut plan),
-                };
-                errors.extend(result.err());
+                errors.extend(self.purge_in_variant(&mut iptables, (family, variant), filter, &mut plan).err());
             }
         }
         self.open_iptables.borrow_mut().push(iptables);
         Error::join(errors)
     }
 
-    /// Writes a note that rules may be left in a table that cannot be read.
-    fn note_unread(&self, family: Family, variant: Variant) {
-        self.notes.note(format_args!(
-            "{} may be left in table {} of iptables-{variant} for {family}: its programs, which could read the table, \
-             are not installed",
-            self.rules,
-            self.table.name()
-        ));
-    }
-}
-
-/// Checks that rules can be written: by a program, or over netlink. Starts no process, except an
-/// iptables program that has to report its variant.
-///
-/// # Errors
-/// The reason why rules cannot be written.
-pub(crate) fn probe(iptables: &mut Iptables<'_>) -> Result<()> {
-    match iptables.variant_for_new_rules(Family::V4)? {
-        Some(_) => Ok(()),
-        None => {
-            let cause = Cause::text("it is neither in PATH nor in /usr/sbin");
-            Err(Error::new("failed to find iptables-restore", cause))
+    /// Does [`purge_in_iptables`](Store::purge_in_iptables) in one family and variant.
+    fn purge_in_variant(
+        &self,
+        iptables: &mut Iptables<'_>,
+        (family, variant): (Family, Variant),
+        filter: AttachmentFilter<'_>,
+        plan: impl FnMut(&mut Chains<'_>) -> Result<Edit>,
+    ) -> Result<()> {
+        if !iptables.can_remove(family, variant)? {
+            self.notes.note(format_args!(
+                "{} may be left in table {} of iptables-{variant} for {family}: its programs, which could read the \
+                 table, are not installed",
+                self.rules,
+                self.table.name()
+            ));
+            return Ok(());
+        }
+        // GC reads the rules of all attachments. The save program of iptables-legacy prints the
+        // whole table in any case.
+        if variant == Variant::Nft && matches!(filter, AttachmentFilter::Garbage { .. }) {
+            iptables.remove_from_nft(family, plan)
+        } else {
+            iptables.change(family, variant, plan)
         }
     }
 }

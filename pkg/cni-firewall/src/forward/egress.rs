@@ -214,7 +214,7 @@ fn replace(owner: &str, addresses: &[IpAddr], egress: Option<&Egress>, changed: 
         *changed |= chain.add(nft, batch, &records, wanted)?;
         Ok(())
     };
-    engine::change(&mut Nft::open()?, plan).map(drop)
+    engine::change(&mut Nft::open()?, plan)
 }
 
 /// Adds to `batch` what is missing of the chains that all networks share, of the chain and the sets

@@ -16,7 +16,7 @@ use std::net::IpAddr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::engine::{self, Store};
+use super::engine::Store;
 use super::iptables::{Chains, FAMILIES, Iptables, Table, Variant};
 use super::nft::Nft;
 use super::owner::AttachmentFilter;
@@ -232,7 +232,7 @@ impl<'m> Forward<'m> {
         if backend == Backend::Nftables {
             return nftables::probe(nftables_admin_chain);
         }
-        engine::probe(&mut self.store.open(OnSigterm::Kill)?)
+        self.store.open(OnSigterm::Kill)?.probe_installed()
     }
 }
 

@@ -208,7 +208,7 @@ pub(super) fn ensure(
         }
         Ok(())
     };
-    engine::change(nft, plan).map(drop)
+    engine::change(nft, plan)
 }
 
 /// Adds to `batch` what is missing in the table of `entry_chain` of the chains, sets and rules that

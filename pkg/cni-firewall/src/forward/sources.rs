@@ -81,5 +81,5 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
 /// # Errors
 /// If records cannot be read or removed.
 pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
-    engine::change(&mut Nft::open()?, |nft, batch| find_records(nft)?.purge(nft, batch, selection)).map(drop)
+    engine::change(&mut Nft::open()?, |nft, batch| find_records(nft)?.purge(nft, batch, selection))
 }

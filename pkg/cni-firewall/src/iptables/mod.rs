@@ -185,6 +185,18 @@ impl<'m> Iptables<'m> {
         }
     }
 
+    /// Does [`probe`](Iptables::probe) for IPv4, but trusts that an installed program works. Starts
+    /// no process, except a program that has to report its variant.
+    ///
+    /// # Errors
+    /// As [`probe`](Iptables::probe).
+    pub(crate) fn probe_installed(&mut self) -> Result<()> {
+        if self.variant_for_new_rules(Family::V4)?.is_some() {
+            return Ok(());
+        }
+        Err(Error::new("failed to find iptables-restore", Cause::text("it is neither in PATH nor in /usr/sbin")))
+    }
+
     /// Returns the variants that may have one of these chains, without starting a process:
     /// iptables-nft if it has one of the chains, and iptables-legacy if it has the table, because
     /// only a program could read its chains.

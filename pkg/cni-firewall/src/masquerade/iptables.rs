@@ -31,6 +31,7 @@ use cni::Cidr;
 use cni::hash::sha512_hex;
 use cni::text::cut;
 
+use super::Wanted;
 use crate::iptables::{Chain, Chains, Edit, Part, Rule, SearchFor};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
@@ -74,32 +75,29 @@ pub(crate) fn read_comment(comment: &str) -> Option<(&str, &str)> {
     comment.strip_prefix("name: \"")?.strip_suffix('"')?.split_once("\" id: \"")
 }
 
-/// Returns the family's multicast addresses: packets to them are never masqueraded.
-pub(super) fn multicast(family: Family) -> Cidr {
-    let network = match family {
-        Family::V4 => Cidr::new(IpAddr::V4(Ipv4Addr::new(224, 0, 0, 0)), 4),
-        Family::V6 => Cidr::new(IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0)), 8),
-    };
-    // `network` is always `Some`, because both prefix lengths are valid.
-    network.unwrap_or_else(|| Cidr::host(IpAddr::V4(Ipv4Addr::UNSPECIFIED)))
+/// Returns the address and the prefix length of the family's multicast network: packets to it are
+/// never masqueraded.
+pub(super) fn multicast(family: Family) -> (IpAddr, u8) {
+    match family {
+        Family::V4 => (Ipv4Addr::new(224, 0, 0, 0).into(), 4),
+        Family::V6 => (Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0).into(), 8),
+    }
 }
 
-/// The name and the comments in the rules of an attachment, and its excluded destinations.
-struct RuleNames<'a> {
+/// The name and the comments in the rules of an attachment.
+struct RuleNames {
     /// The name of the container's chain.
     chain: String,
     /// The comment of the container's rules.
     comment: String,
     /// The attachment's alias, `cni:NETWORK/CONTAINER/IFNAME`: the comment of its tags.
     alias: String,
-    /// The destinations to which packets keep their source.
-    exclude: &'a [Cidr],
 }
 
-impl<'a> RuleNames<'a> {
+impl RuleNames {
     /// Returns the names for the attachment's rules.
-    fn new(attachment: &AttachmentId, exclude: &'a [Cidr]) -> RuleNames<'a> {
-        RuleNames { chain: chain_of(attachment), comment: comment(attachment), alias: attachment.alias(), exclude }
+    fn new(attachment: &AttachmentId) -> RuleNames {
+        RuleNames { chain: chain_of(attachment), comment: comment(attachment), alias: attachment.alias() }
     }
 
     /// Returns the words of a rule with these matches, the container's comment and this target.
@@ -113,27 +111,28 @@ impl<'a> RuleNames<'a> {
         self.commented(&["-s", &Cidr::host(address.address()).to_string()], &self.chain)
     }
 
-    /// Returns the rules of the container's chain that let packets to the networks of `addresses`,
-    /// and from `addresses` to the excluded destinations, keep their source.
-    fn accepts(&self, addresses: &[Cidr]) -> Vec<Vec<String>> {
+    /// Returns the rules of the container's chain that let packets to the networks of the wanted
+    /// addresses, and from these addresses to the excluded destinations, keep their source.
+    fn accepts(&self, wanted: &Wanted<'_>) -> Vec<Vec<String>> {
         let mut rules = Vec::new();
-        for address in addresses {
+        for address in &wanted.addresses {
             let rule = self.commented(&["-d", &address.network().to_string()], "ACCEPT");
             if !rules.contains(&rule) {
                 rules.push(rule);
             }
         }
-        for address in addresses {
+        for address in &wanted.addresses {
             let source = Cidr::host(address.address()).to_string();
             let exclusion = |to: &Cidr| self.commented(&["-s", &source, "-d", &to.to_string()], "ACCEPT");
-            rules.extend(self.exclude.iter().map(exclusion));
+            rules.extend(wanted.exclude.iter().map(exclusion));
         }
         rules
     }
 
     /// Returns the rule of the container's chain that masquerades all other unicast packets.
     fn masquerade(&self, family: Family) -> Vec<String> {
-        self.commented(&["!", "-d", &multicast(family).to_string()], "MASQUERADE")
+        let (address, prefix) = multicast(family);
+        self.commented(&["!", "-d", &format!("{address}/{prefix}")], "MASQUERADE")
     }
 
     /// Returns the rule without a target that records that the attachment has `address`.
@@ -151,31 +150,31 @@ impl<'a> RuleNames<'a> {
     }
 }
 
-/// Returns the rule's source address or network, if it matches one.
-fn source(rule: &Rule) -> Option<Cidr> {
-    rule.value("-s")?.parse().ok()
+/// Returns the address or network that the rule matches with this option, `-s` or `-d`; `None` if
+/// it matches any.
+fn cidr(rule: &Rule, option: &str) -> Option<Cidr> {
+    rule.value(option)?.parse().ok()
 }
 
 /// A rule without a target, as read from a container's chain, that records an attachment's address.
-struct Tag {
-    rule: Rule,
+struct Tag<'r> {
+    rule: &'r Rule,
     /// The attachment's alias.
-    alias: String,
+    alias: &'r str,
     /// The address, as /32 or /128.
     source: Option<Cidr>,
     /// The network that the address is in.
     network: Option<Cidr>,
 }
 
-impl Tag {
+impl Tag<'_> {
     /// Reads a rule; `None` if it is not a tag.
-    fn read(rule: &Rule) -> Option<Tag> {
-        let comment = rule.comment()?;
-        if rule.target().is_some() || !comment.starts_with("cni:") {
+    fn read(rule: &Rule) -> Option<Tag<'_>> {
+        let alias = rule.comment()?;
+        if rule.target().is_some() || !alias.starts_with("cni:") {
             return None;
         }
-        let network = rule.value("-d").and_then(|network| network.parse().ok());
-        Some(Tag { rule: rule.clone(), alias: comment.to_owned(), source: source(rule), network })
+        Some(Tag { rule, alias, source: cidr(rule, "-s"), network: cidr(rule, "-d") })
     }
 }
 
@@ -192,7 +191,7 @@ struct ContainerRules {
 
 impl ContainerRules {
     /// Reads the rules of a container.
-    fn read(nat: &mut Chains<'_>, names: &RuleNames<'_>, purpose: SearchFor) -> Result<ContainerRules> {
+    fn read(nat: &mut Chains<'_>, names: &RuleNames, purpose: SearchFor) -> Result<ContainerRules> {
         // Without the chain, POSTROUTING, which can be long, is not read: a rule cannot jump to a
         // chain that does not exist.
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
@@ -226,43 +225,47 @@ impl ContainerRules {
         Ok(containers)
     }
 
-    /// Adds to `edit` the rules for `addresses` that are missing.
-    fn add_missing(&self, edit: &mut Edit, names: &RuleNames<'_>, family: Family, addresses: &[Cidr]) {
+    /// Returns the rules of the container's chain; none if it does not exist.
+    fn in_chain(&self) -> &[Rule] {
+        self.chain.as_ref().map_or(&[], |chain| &chain.rules)
+    }
+
+    /// Adds to `edit` the wanted rules that are missing.
+    fn add_missing(&self, edit: &mut Edit, names: &RuleNames, family: Family, wanted: &Wanted<'_>) {
         if self.chain.is_none() {
             edit.create_chain(&names.chain);
         }
-        let existing = self.chain.as_ref().map_or(&[][..], |chain| &chain.rules);
-        let is_missing = |words: &Vec<String>| !existing.iter().any(|rule| rule.matches(words));
+        let is_missing = |words: &Vec<String>| !self.in_chain().iter().any(|rule| rule.matches(words));
         // Inserted, not appended, because ACCEPT must precede MASQUERADE.
-        for accept in names.accepts(addresses).into_iter().rev().filter(is_missing) {
+        for accept in names.accepts(wanted).into_iter().rev().filter(is_missing) {
             edit.insert(&names.chain, accept);
         }
-        let tags = addresses.iter().map(|address| names.tag(*address));
+        let tags = wanted.addresses.iter().map(|address| names.tag(*address));
         for words in std::iter::once(names.masquerade(family)).chain(tags).filter(is_missing) {
             edit.append(&names.chain, words);
         }
-        for address in addresses {
+        for address in &wanted.addresses {
             let host = Cidr::host(address.address());
-            if !self.jumps.iter().any(|jump| source(jump) == Some(host)) {
+            if !self.jumps.iter().any(|jump| cidr(jump, "-s") == Some(host)) {
                 edit.append(POSTROUTING, names.jump(*address));
             }
         }
     }
 
     /// Adds to `edit` the removal of the tags for which `is_garbage` is true, of the rules that
-    /// only their attachments need, and of the `untagged` jumps. The attachments of the other tags
-    /// and `kept`, addresses of a further attachment, keep their rules. The chain, whose name is
-    /// `name`, is removed if no rule needs it.
+    /// only their addresses need, and of the `untagged` jumps. The addresses of the other tags, and
+    /// `kept`, which need not have tags yet, keep their rules. The chain, whose name is `name`, is
+    /// removed if no address and no jump remains.
     fn remove(
         &self,
         edit: &mut Edit,
         name: &str,
-        is_garbage: impl Fn(&Tag) -> bool,
+        is_garbage: impl Fn(&Tag<'_>) -> bool,
         untagged: Untagged<'_>,
         kept: &[Cidr],
     ) {
         let Some(chain) = &self.chain else { return };
-        let (garbage, remaining): (Vec<Tag>, Vec<Tag>) =
+        let (garbage, remaining): (Vec<Tag<'_>>, Vec<Tag<'_>>) =
             chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(tag));
         let of_tags = remaining.iter().map(|tag| (tag.source, tag.network));
         let of_kept = kept.iter().map(|address| (Some(Cidr::host(address.address())), Some(address.network())));
@@ -272,41 +275,34 @@ impl ContainerRules {
             edit.delete_chain(name, chain);
             return;
         }
-        for tag in &garbage {
-            edit.delete(name, &tag.rule);
-        }
-        for (source, rule) in self.exclusions() {
-            let is_garbage = garbage.iter().any(|tag| tag.source == source);
-            if is_garbage && !used_sources.contains(&source) {
-                edit.delete(name, rule);
+        let has_untagged = remaining_sources.iter().any(|source| !used_sources.contains(source));
+        let is_unneeded = |accept: &Rule| match (cidr(accept, "-s"), cidr(accept, "-d")) {
+            (None, None) => false,
+            // The ACCEPT rule of a network. An untagged jump, which does not name its network, may
+            // need any of them.
+            (None, network) => {
+                let is_of_garbage = garbage.iter().any(|tag| tag.network == network);
+                is_of_garbage && !used_networks.contains(&network) && !has_untagged
             }
-        }
-        // An untagged jump does not name its network, and may need any ACCEPT rule.
-        if remaining_sources.iter().any(|source| !used_sources.contains(source)) {
-            return;
-        }
-        let is_unused = |network: Option<Cidr>| {
-            network.is_some() && garbage.iter().any(|tag| tag.network == network) && !used_networks.contains(&network)
+            (exclusion, _) => garbage.iter().any(|tag| tag.source == exclusion) && !used_sources.contains(&exclusion),
         };
-        for rule in chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT") && source(rule).is_none()) {
-            if is_unused(rule.value("-d").and_then(|network| network.parse().ok())) {
-                edit.delete(name, rule);
-            }
+        let accepts = chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT"));
+        for rule in garbage.iter().map(|tag| tag.rule).chain(accepts.filter(|rule| is_unneeded(rule))) {
+            edit.delete(name, rule);
         }
     }
 
-    /// Returns the rules of the chain for excluded destinations, each with its source.
-    fn exclusions(&self) -> impl Iterator<Item = (Option<Cidr>, &Rule)> {
-        let accepts = self.chain.iter().flat_map(|chain| &chain.rules).filter(|rule| rule.target() == Some("ACCEPT"));
-        accepts.map(|rule| (source(rule), rule)).filter(|(source, _)| source.is_some())
-    }
-
-    /// Returns the exclusions of `addresses` that are not among those of `names`.
-    fn outdated_exclusions(&self, names: &RuleNames<'_>, addresses: &[Cidr]) -> Vec<&Rule> {
-        let hosts: Vec<Option<Cidr>> = addresses.iter().map(|address| Some(Cidr::host(address.address()))).collect();
-        let wanted = names.accepts(addresses);
-        let of_addresses = self.exclusions().filter(|(source, _)| hosts.contains(source)).map(|(_, rule)| rule);
-        of_addresses.filter(|rule| !wanted.iter().any(|words| rule.matches(words))).collect()
+    /// Returns the exclusions of the wanted addresses for destinations that are not excluded any
+    /// more.
+    fn outdated_exclusions(&self, names: &RuleNames, wanted: &Wanted<'_>) -> Vec<&Rule> {
+        let sources: Vec<Cidr> = wanted.addresses.iter().map(|address| Cidr::host(address.address())).collect();
+        let accepts = names.accepts(wanted);
+        let is_outdated = |rule: &&Rule| {
+            rule.target() == Some("ACCEPT")
+                && cidr(rule, "-s").is_some_and(|source| sources.contains(&source))
+                && !accepts.iter().any(|words| rule.matches(words))
+        };
+        self.in_chain().iter().filter(is_outdated).collect()
     }
 
     /// Adds to `edit` the removal of the jumps for the sources of `garbage`, of the `untagged` ones
@@ -315,13 +311,13 @@ impl ContainerRules {
     fn remove_jumps(
         &self,
         edit: &mut Edit,
-        garbage: &[Tag],
+        garbage: &[Tag<'_>],
         used_sources: &[Option<Cidr>],
         untagged: Untagged<'_>,
     ) -> Vec<Option<Cidr>> {
         let mut remaining_sources = Vec::new();
         for jump in &self.jumps {
-            let source = source(jump);
+            let source = cidr(jump, "-s");
             let is_removed = if used_sources.contains(&source) {
                 // An address needs one jump. Two simultaneous ADDs of the Go plugin can both append
                 // the same rule.
@@ -339,21 +335,16 @@ impl ContainerRules {
     }
 }
 
-/// Returns the edit after which exactly `addresses` are the attachment's masqueraded addresses, and
-/// `exclude` the destinations that are not masqueraded, in the family of `nat`.
-pub(super) fn ensure(
-    nat: &mut Chains<'_>,
-    attachment: &AttachmentId,
-    addresses: &[Cidr],
-    exclude: &[Cidr],
-) -> Result<Edit> {
-    let (mut edit, names) = (Edit::new(), RuleNames::new(attachment, exclude));
+/// Returns the edit after which the attachment has exactly the wanted rules. All wanted addresses
+/// are of the family of `nat`.
+pub(super) fn ensure(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Edit> {
+    let (mut edit, names) = (Edit::new(), RuleNames::new(wanted.attachment));
     let rules = ContainerRules::read(nat, &names, SearchFor::Append)?;
-    rules.add_missing(&mut edit, &names, nat.family(), addresses);
-    let tags: Vec<Vec<String>> = addresses.iter().map(|address| names.tag(*address)).collect();
-    let is_outdated = |tag: &Tag| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
-    rules.remove(&mut edit, &names.chain, is_outdated, Untagged::Keep, addresses);
-    for rule in rules.outdated_exclusions(&names, addresses) {
+    rules.add_missing(&mut edit, &names, nat.family(), wanted);
+    let tags: Vec<Vec<String>> = wanted.addresses.iter().map(|address| names.tag(*address)).collect();
+    let is_outdated = |tag: &Tag<'_>| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
+    rules.remove(&mut edit, &names.chain, is_outdated, Untagged::Keep, &wanted.addresses);
+    for rule in rules.outdated_exclusions(&names, wanted) {
         edit.delete(&names.chain, rule);
     }
     Ok(edit)
@@ -362,60 +353,52 @@ pub(super) fn ensure(
 /// Returns the edit that removes the rules of the selected attachments.
 pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Result<Edit> {
     let (mut edit, selected) = (Edit::new(), filter.owners(ALIAS));
-    let is_selected = |tag: &Tag| selected.contains(&tag.alias);
-    // No further attachment keeps its rules.
-    let kept = &[];
+    let is_selected = |tag: &Tag<'_>| selected.contains(tag.alias);
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
-            // The names do not depend on what is excluded.
-            let names = RuleNames::new(attachment, &[]);
+            let names = RuleNames::new(attachment);
             let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
-            rules.remove(&mut edit, &names.chain, is_selected, untagged, kept);
+            rules.remove(&mut edit, &names.chain, is_selected, untagged, &[]);
         }
         AttachmentFilter::Garbage { network, valid } => {
             let valid_chains: BTreeSet<String> = valid.iter().map(|(id, _)| chain_name(network, id)).collect();
             for (name, rules) in ContainerRules::read_all(nat, network)? {
                 let untagged = if valid_chains.contains(&name) { Untagged::Keep } else { Untagged::All };
-                rules.remove(&mut edit, &name, is_selected, untagged, kept);
+                rules.remove(&mut edit, &name, is_selected, untagged, &[]);
             }
         }
     }
     Ok(edit)
 }
 
-/// Returns a sentence for each rule of the attachment that is missing in the family of `nat`, and
-/// for each exclusion that should not exist; empty if none. Accepts rules of any program.
-pub(super) fn check(
-    nat: &mut Chains<'_>,
-    attachment: &AttachmentId,
-    addresses: &[Cidr],
-    exclude: &[Cidr],
-) -> Result<Vec<String>> {
-    let names = RuleNames::new(attachment, exclude);
+/// Returns a sentence for each wanted rule that is missing, and for each exclusion that should not
+/// exist; empty if none, `None` if the container has no chain. Accepts rules of any program. All
+/// wanted addresses are of the family of `nat`.
+pub(super) fn check(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Option<Vec<String>>> {
+    let names = RuleNames::new(wanted.attachment);
     let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
+    if rules.chain.is_none() {
+        return Ok(None);
+    }
     let mut missing = Vec::new();
-    for rule in rules.outdated_exclusions(&names, addresses) {
+    for rule in rules.outdated_exclusions(&names, wanted) {
         let words = rule.words().join(" ");
         missing.push(format!("iptables chain {} has the rule {words}, which ipMasq does not exclude", names.chain));
     }
-    let ContainerRules { chain, jumps, .. } = rules;
-    let Some(chain) = chain else {
-        return Ok(vec![format!("iptables chain {} is missing from table nat", names.chain)]);
-    };
-    for words in names.accepts(addresses).into_iter().chain([names.masquerade(nat.family())]) {
-        if !chain.rules.iter().any(|rule| rule.matches(&words)) {
+    for words in names.accepts(wanted).into_iter().chain([names.masquerade(nat.family())]) {
+        if !rules.in_chain().iter().any(|rule| rule.matches(&words)) {
             missing.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));
         }
     }
-    let sources: Vec<Cidr> = jumps.iter().filter_map(source).collect();
-    for address in addresses {
+    let sources: Vec<Cidr> = rules.jumps.iter().filter_map(|jump| cidr(jump, "-s")).collect();
+    for address in &wanted.addresses {
         let host = address.address();
         // Older releases of Go wrote the network as the source.
         if !sources.contains(&Cidr::host(host)) && !sources.contains(&address.network()) {
             missing.push(format!("iptables chain {POSTROUTING} has no rule that sends {host} to {}", names.chain));
         }
     }
-    Ok(missing)
+    Ok(Some(missing))
 }
 
 #[cfg(test)]
@@ -469,7 +452,7 @@ mod tests {
 
     #[test]
     fn multicast_is_what_go_leaves_alone() {
-        assert_eq!(multicast(Family::V4).to_string(), "224.0.0.0/4");
-        assert_eq!(multicast(Family::V6).to_string(), "ff00::/8");
+        assert_eq!(multicast(Family::V4), ("224.0.0.0".parse().unwrap(), 4));
+        assert_eq!(multicast(Family::V6), ("ff00::".parse().unwrap(), 8));
     }
 }

@@ -13,8 +13,9 @@ use cni::Cidr;
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
 
-use super::engine::{self, Store};
+use super::engine::Store;
 use super::iptables::{Chains, FAMILIES, Table};
+use super::nft::{Batch, Nft};
 use super::owner::AttachmentFilter;
 use crate::Backend;
 use cni::AttachmentId;
@@ -56,8 +57,8 @@ impl<'m> Masquerade<'m> {
     /// Masquerades exactly `addresses`, each with its network's prefix length, for the attachment.
     /// The attachment's other rules in the same backend are removed; in iptables, only those for
     /// the families of `addresses`. Without a `backend`, uses iptables, or nftables if iptables is
-    /// not installed or does not work. Returns the backend in which rules were changed; `None` if
-    /// all were in place.
+    /// not installed or does not work. Returns the backend in which rules may have been changed;
+    /// `None` if all were in place.
     ///
     /// # Errors
     /// The rules cannot be read or written. Some may be in force then: [`undo`](Masquerade::undo)
@@ -68,44 +69,38 @@ impl<'m> Masquerade<'m> {
         backend: Option<Backend>,
         addresses: &[Cidr],
     ) -> Result<Option<Backend>> {
+        let wanted = self.wanted(attachment, addresses);
+        let chosen = match backend {
+            Some(backend) => backend,
+            None => self.store.default_backend(wanted.families())?,
+        };
+        let has_fallback = backend.is_none() && chosen == Backend::Iptables;
+        match self.ensure_in(chosen, &wanted) {
+            Err(error) if has_fallback && self.store.only_nftables_works(&error, wanted.families()) => {
+                self.store.notes.note(format_args!("nftables is used, because iptables does not work: {error}"));
+                // Only what this call may have written: Go's rules can be those of another
+                // interface.
+                self.undo(attachment, Some(Backend::Iptables))?;
+                self.ensure_in(Backend::Nftables, &wanted)
+            }
+            result => result,
+        }
+    }
+
+    /// Does [`ensure`](Masquerade::ensure) in this backend.
+    fn ensure_in(&self, backend: Backend, wanted: &Wanted<'_>) -> Result<Option<Backend>> {
+        let mut changed = false;
         match backend {
-            Some(Backend::Iptables) => self.ensure_in_iptables(attachment, addresses),
-            Some(Backend::Nftables) => self.ensure_in_nftables(attachment, addresses),
-            None => self.ensure_in_working_backend(attachment, addresses),
+            Backend::Nftables => {
+                let plan = |nft: &mut Nft, batch: &mut Batch| nftables::ensure(nft, batch, wanted);
+                self.store.ensure_in_nftables(plan, &mut changed)?;
+            }
+            Backend::Iptables => {
+                let plan = |nat: &mut Chains<'_>| iptables::ensure(nat, &wanted.of_family(nat.family()));
+                self.store.ensure_in_iptables(wanted.families(), plan, &mut changed)?;
+            }
         }
-    }
-
-    /// Does [`ensure`](Masquerade::ensure) without a given backend.
-    fn ensure_in_working_backend(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
-        if self.store.default_backend(families(addresses))? == Backend::Nftables {
-            return self.ensure_in_nftables(attachment, addresses);
-        }
-        let error = match self.ensure_in_iptables(attachment, addresses) {
-            Err(error) if self.store.only_nftables_works(&error, families(addresses)) => error,
-            result => return result,
-        };
-        self.store.notes.note(format_args!("nftables is used, because iptables does not work: {error}"));
-        // Only what this call may have written: Go's rules can be those of another interface.
-        self.undo(attachment, Some(Backend::Iptables))?;
-        self.ensure_in_nftables(attachment, addresses)
-    }
-
-    /// Does [`ensure`](Masquerade::ensure) in nf_tables.
-    fn ensure_in_nftables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
-        Ok(nftables::ensure(attachment, addresses, &self.exclude)?.then_some(Backend::Nftables))
-    }
-
-    /// Does [`ensure`](Masquerade::ensure) in iptables, in the variant that the host uses for each
-    /// family.
-    fn ensure_in_iptables(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Option<Backend>> {
-        let mut has_changed = false;
-        let plan = |nat: &mut Chains<'_>| {
-            let family = nat.family();
-            let (addresses, exclude) = (of_family(addresses, family), of_family(&self.exclude, family));
-            iptables::ensure(nat, attachment, &addresses, &exclude)
-        };
-        self.store.ensure_in_iptables(families(addresses), plan, &mut has_changed)?;
-        Ok(has_changed.then_some(Backend::Iptables))
+        Ok(changed.then_some(backend))
     }
 
     /// Undoes an [`ensure`](Masquerade::ensure) that changed rules in `backend`, or that failed
@@ -118,8 +113,7 @@ impl<'m> Masquerade<'m> {
     pub fn undo(&self, attachment: &AttachmentId, backend: Option<Backend>) -> Result<()> {
         let filter = AttachmentFilter::one(attachment);
         match backend {
-            Some(Backend::Iptables) => self.purge_in_iptables(filter),
-            Some(Backend::Nftables) => self.purge_in_nftables(filter),
+            Some(backend) => self.purge_in(backend, filter),
             None => self.purge(filter),
         }
     }
@@ -131,17 +125,15 @@ impl<'m> Masquerade<'m> {
     /// A backend, family or variant cannot be changed. The others are still changed, and all
     /// failures are joined. Missing programs of iptables-legacy are not an error but a note.
     pub fn purge(&self, filter: AttachmentFilter<'_>) -> Result<()> {
-        let results = [self.purge_in_nftables(filter), self.purge_in_iptables(filter)];
+        let results = [Backend::Nftables, Backend::Iptables].map(|backend| self.purge_in(backend, filter));
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
-    /// Does [`purge`](Masquerade::purge) in nf_tables.
-    fn purge_in_nftables(&self, filter: AttachmentFilter<'_>) -> Result<()> {
-        self.store.purge_in_nftables(|nft, batch| nftables::purge(nft, batch, filter))
-    }
-
-    /// Does [`purge`](Masquerade::purge) in all families and variants of iptables.
-    fn purge_in_iptables(&self, filter: AttachmentFilter<'_>) -> Result<()> {
+    /// Does [`purge`](Masquerade::purge) in this backend.
+    fn purge_in(&self, backend: Backend, filter: AttachmentFilter<'_>) -> Result<()> {
+        if backend == Backend::Nftables {
+            return self.store.purge_in_nftables(|nft, batch| nftables::purge(nft, batch, filter));
+        }
         let chain = match filter {
             AttachmentFilter::One { attachment, .. } => iptables::chain_of(attachment),
             // All masquerading rules are reached from this chain.
@@ -156,21 +148,18 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// The rules of a backend, family or variant cannot be read.
     pub fn check(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-        let mut missing = Vec::new();
-        for family in families(addresses) {
-            let (addresses, exclude) = (of_family(addresses, family), of_family(&self.exclude, family));
-            let mut missing_in_family = nftables::check(attachment, &addresses, &exclude)?;
+        let (wanted, mut nft, mut missing) = (self.wanted(attachment, addresses), Nft::open()?, Vec::new());
+        for family in wanted.families() {
+            let wanted = wanted.of_family(family);
+            let mut missing_in_family = nftables::check(&mut nft, &wanted)?;
             if missing_in_family.is_empty() {
                 continue;
             }
             let mut iptables = self.store.open(OnSigterm::Kill)?;
-            let chain = iptables::chain_of(attachment);
-            for variant in iptables.variants_to_search(family, &[&chain])? {
-                let mut nat = iptables.read(family, variant)?;
-                let missing_in_variant = iptables::check(&mut nat, attachment, &addresses, &exclude)?;
+            for variant in iptables.variants_to_search(family, &[&iptables::chain_of(attachment)])? {
                 // The ADD used the variant that has the container's chain, so the missing rules of
                 // that variant are reported, not those of nftables.
-                if nat.has_chain(&chain)? {
+                if let Some(missing_in_variant) = iptables::check(&mut iptables.read(family, variant)?, &wanted)? {
                     missing_in_family = missing_in_variant;
                 }
                 if missing_in_family.is_empty() {
@@ -189,29 +178,49 @@ impl<'m> Masquerade<'m> {
     /// # Errors
     /// The reason why `ensure` cannot work.
     pub fn probe(&self, backend: Option<Backend>) -> Result<()> {
+        if backend == Some(Backend::Nftables) {
+            return nftables::probe();
+        }
         let mut iptables = self.store.open(OnSigterm::Kill)?;
         let mut is_installed = false;
         for family in FAMILIES {
             is_installed |= iptables.chosen_variant(family)?.is_some();
         }
         match backend {
-            Some(Backend::Nftables) => nftables::probe(),
-            Some(Backend::Iptables) | None if is_installed => Ok(()),
+            _ if is_installed => Ok(()),
+            Some(_) => iptables.probe_installed(),
             // Without iptables, `ensure` uses nftables.
             None => nftables::probe(),
-            Some(Backend::Iptables) => engine::probe(&mut iptables),
         }
+    }
+
+    /// Returns what `attachment` wants.
+    fn wanted<'a>(&self, attachment: &'a AttachmentId, addresses: &[Cidr]) -> Wanted<'a> {
+        Wanted { attachment, addresses: addresses.to_vec(), exclude: self.exclude.clone() }
     }
 }
 
-/// Returns the families of `addresses`, each once, IPv4 first.
-fn families(addresses: &[Cidr]) -> impl Iterator<Item = Family> {
-    FAMILIES.into_iter().filter(|family| !of_family(addresses, *family).is_empty())
+/// The masquerading that one attachment wants.
+struct Wanted<'a> {
+    attachment: &'a AttachmentId,
+    /// The masqueraded addresses, each with its network's prefix length.
+    addresses: Vec<Cidr>,
+    /// The destinations to which packets keep their source, besides the networks of `addresses`.
+    exclude: Vec<Cidr>,
 }
 
-/// Returns the addresses of `family`.
-fn of_family(addresses: &[Cidr], family: Family) -> Vec<Cidr> {
-    addresses.iter().copied().filter(|cidr| Family::of(cidr.address()) == family).collect()
+impl<'a> Wanted<'a> {
+    /// Returns the families of the addresses, each once, IPv4 first.
+    fn families(&self) -> impl Iterator<Item = Family> {
+        FAMILIES.into_iter().filter(|family| !self.of_family(*family).addresses.is_empty())
+    }
+
+    /// Returns the part for `family`.
+    fn of_family(&self, family: Family) -> Wanted<'a> {
+        let of_family =
+            |cidrs: &[Cidr]| cidrs.iter().copied().filter(|cidr| Family::of(cidr.address()) == family).collect();
+        Wanted { attachment: self.attachment, addresses: of_family(&self.addresses), exclude: of_family(&self.exclude) }
+    }
 }
 
 #[cfg(test)]

@@ -23,8 +23,9 @@ use cni::Cidr;
 use cni::hash::sha512_hex;
 use cni::text::cut;
 
-use crate::engine;
-use crate::iptables::words;
+use super::Wanted;
+use super::iptables::multicast;
+use crate::iptables::{SearchFor, words};
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
 use crate::nft::{self, BaseChain, Batch, Hook, Key, Kind, Listed, Nft, Rule, Search, Table};
 use crate::owner::{AttachmentFilter, OwnerForm};
@@ -85,32 +86,18 @@ fn index_key(comment: &str) -> Key {
     Key::comment(key_of(comment))
 }
 
-/// Returns the rules of the attachment. `appends` says whether the caller appends those that are
-/// not found.
-fn find(nft: &mut Nft, attachment: &AttachmentId, appends: bool) -> Result<Vec<Listed>> {
+/// Returns the rules of the attachment.
+fn find(nft: &mut Nft, attachment: &AttachmentId, purpose: SearchFor) -> Result<Vec<Listed>> {
     let Some(chain) = nft.find_chain(TABLE, CHECKS)? else { return Ok(Vec::new()) };
     let key = attachment_key(attachment);
     let search = Search {
         keys_of: |listed| vec![index_key(listed.rule.comment.as_deref().unwrap_or_default())],
         appended: &[],
         wanted: &[index_key(&key)],
-        reads_all_if_missing: !appends,
+        reads_all_if_missing: purpose == SearchFor::Compare,
     };
     let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
     rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| key_of(comment) == key));
-    Ok(rules)
-}
-
-/// Returns the rules of the selected attachments.
-fn find_selected(nft: &mut Nft, filter: AttachmentFilter<'_>) -> Result<Vec<Listed>> {
-    if let AttachmentFilter::One { attachment, .. } = filter {
-        return find(nft, attachment, false);
-    }
-    let (mut rules, selected) = (Vec::new(), filter.owners(KEY));
-    for beginning in &selected.beginnings {
-        rules.append(&mut nft.rules_commented(TABLE, CHECKS, beginning)?);
-    }
-    rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| selected.contains(key_of(comment))));
     Ok(rules)
 }
 
@@ -129,36 +116,30 @@ fn masquerade_rule(address: Cidr, exclude: &[Cidr]) -> Vec<Expr> {
 /// [`CHECKS`].
 fn base_rules() -> [Vec<Expr>; 3] {
     let return_multicast = |family| {
-        let network = super::iptables::multicast(family);
-        let is_multicast = masked(daddr(network.address()), network.prefix());
-        [nfproto(network.address()), is_multicast, vec![Expr::Verdict(Verdict::Return)]].concat()
+        let (network, prefix) = multicast(family);
+        [nfproto(network), masked(daddr(network), prefix), vec![Expr::Verdict(Verdict::Return)]].concat()
     };
     let goto_checks = vec![Expr::Verdict(Verdict::Goto(CHECKS.into()))];
     [return_multicast(Family::V4), return_multicast(Family::V6), goto_checks]
 }
 
-/// Makes the attachment's rules those of `addresses` and `exclude`, in one transaction. Returns
-/// whether anything had to change.
-pub(super) fn ensure(attachment: &AttachmentId, addresses: &[Cidr], exclude: &[Cidr]) -> Result<bool> {
-    let mut nft = Nft::open()?;
-    let comment = comment(attachment);
-    engine::change(&mut nft, |nft, batch| {
-        if !has_shared_chains(nft)? {
-            add_shared_chains(batch);
+/// Adds to `batch` the changes after which the attachment has exactly the wanted rules.
+pub(super) fn ensure(nft: &mut Nft, batch: &mut Batch, wanted: &Wanted<'_>) -> Result<()> {
+    if !has_shared_chains(nft)? {
+        add_shared_chains(batch);
+    }
+    let mut missing = wanted.addresses.clone();
+    for listed in find(nft, wanted.attachment, SearchFor::Append)? {
+        match missing.iter().position(|address| is_rule_of(&listed, *address, &wanted.exclude)) {
+            Some(position) => drop(missing.remove(position)),
+            None => batch.delete_rule(TABLE, CHECKS, listed.handle),
         }
-        let mut missing = addresses.to_vec();
-        for listed in find(nft, attachment, true)? {
-            match missing.iter().position(|address| is_rule_of(&listed, *address, exclude)) {
-                Some(position) => drop(missing.remove(position)),
-                None => batch.delete_rule(TABLE, CHECKS, listed.handle),
-            }
-        }
-        for address in missing {
-            let rule = Rule::new(masquerade_rule(address, exclude)).with_comment(comment.as_str());
-            batch.append_rule(TABLE, CHECKS, &rule);
-        }
-        Ok(())
-    })
+    }
+    for address in missing {
+        let rule = Rule::new(masquerade_rule(address, &wanted.exclude)).with_comment(comment(wanted.attachment));
+        batch.append_rule(TABLE, CHECKS, &rule);
+    }
+    Ok(())
 }
 
 /// Whether the rule masquerades packets from `address`, except to `exclude`. Compared as text, as
@@ -196,23 +177,32 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
 /// Adds to `batch` the removal of the selected attachments' rules. Table and chains stay, as with
 /// Go.
 pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
-    for listed in find_selected(nft, filter)? {
+    let rules = match filter {
+        AttachmentFilter::One { attachment, .. } => find(nft, attachment, SearchFor::Compare)?,
+        AttachmentFilter::Garbage { network, .. } => {
+            let selected = filter.owners(KEY);
+            let mut rules = nft.rules_commented(TABLE, CHECKS, &network_key(network))?;
+            let is_selected = |comment: &String| selected.contains(key_of(comment));
+            rules.retain(|listed| listed.rule.comment.as_ref().is_some_and(is_selected));
+            rules
+        }
+    };
+    for listed in rules {
         batch.delete_rule(TABLE, CHECKS, listed.handle);
     }
     Ok(())
 }
 
-/// Returns a sentence for each rule of the attachment that is missing or differs; empty if none. On
-/// a kernel without nf_tables, all rules are missing.
-pub(super) fn check(attachment: &AttachmentId, addresses: &[Cidr], exclude: &[Cidr]) -> Result<Vec<String>> {
-    let mut nft = Nft::open()?;
-    let has_shared_chains = has_shared_chains(&mut nft)?;
-    let rules = find(&mut nft, attachment, false)?;
+/// Returns a sentence for each wanted rule that is missing or differs; empty if none. On a kernel
+/// without nf_tables, all rules are missing.
+pub(super) fn check(nft: &mut Nft, wanted: &Wanted<'_>) -> Result<Vec<String>> {
+    let has_shared_chains = has_shared_chains(nft)?;
+    let rules = find(nft, wanted.attachment, SearchFor::Compare)?;
     let mut missing = Vec::new();
-    for address in addresses {
-        if !rules.iter().any(|listed| is_rule_of(listed, *address, exclude)) {
+    for address in &wanted.addresses {
+        if !rules.iter().any(|listed| is_rule_of(listed, *address, &wanted.exclude)) {
             let outside: Vec<String> =
-                std::iter::once(&address.network()).chain(exclude).map(ToString::to_string).collect();
+                std::iter::once(&address.network()).chain(&wanted.exclude).map(ToString::to_string).collect();
             missing.push(format!(
                 "nft chain {TABLE} {CHECKS} has no rule that masquerades packets from {} to addresses outside {}",
                 address.address(),

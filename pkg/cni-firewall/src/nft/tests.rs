@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::expr::{daddr, dnat, dport, fib_daddr_local, iifname, l4proto, masked, nfproto, not, saddr};
 use super::*;
-use crate::engine::{nft_usable, retry};
+use crate::engine::{change, nft_usable};
 use crate::testing::{nft, on_a_host, ruleset, shell};
 
 const T: Table<'static> = Table { family: Family::Inet, name: "t" };
@@ -192,15 +192,13 @@ fn only_a_plan_from_outdated_rules_is_tried_again() {
     on_a_host(|| {
         let mut client = Nft::open().unwrap();
         let mut tries = 0;
-        let error = retry(|| {
-            let mut batch = Batch::new();
-            batch.only_at(client.wait_for_generation()?);
+        let error = change(&mut client, |_, batch| {
             tries += 1;
             if tries < 3 {
                 nft("flush ruleset\nadd table inet t");
             }
             batch.append_rule(T, "missing", &verdict(Verdict::Drop));
-            client.commit(batch)
+            Ok(())
         });
         assert!(error.unwrap_err().is_not_found());
         assert_eq!(tries, 3);

@@ -3,13 +3,29 @@
 use std::thread;
 
 use super::*;
-use crate::nft::Nft;
+use crate::engine;
 use crate::testing::{nft, on_a_host, ruleset};
 
 const KEY: &str = "net, if: eth0, id: c1";
 
-fn ensure(attachment: &AttachmentId, addresses: &[&str]) {
-    nftables::ensure(attachment, &cidrs(addresses), &[]).unwrap();
+/// Makes the attachment's rules those of `addresses`. Returns whether anything had to change.
+fn ensure(attachment: &AttachmentId, addresses: &[&str]) -> bool {
+    ensure_except(attachment, addresses, &[])
+}
+
+fn ensure_except(attachment: &AttachmentId, addresses: &[&str], exclude: &[Cidr]) -> bool {
+    let machine = machine();
+    let masquerade = Masquerade::new(&machine, Notes::silent()).excluding(exclude);
+    masquerade.ensure(attachment, Some(Backend::Nftables), &cidrs(addresses)).unwrap().is_some()
+}
+
+fn check(attachment: &AttachmentId, addresses: &[&str]) -> Vec<String> {
+    check_except(attachment, addresses, &[])
+}
+
+fn check_except(attachment: &AttachmentId, addresses: &[&str], exclude: &[Cidr]) -> Vec<String> {
+    let wanted = Wanted { attachment, addresses: cidrs(addresses), exclude: exclude.to_vec() };
+    nftables::check(&mut Nft::open().unwrap(), &wanted).unwrap()
 }
 
 fn purge(attachment: &AttachmentId) {
@@ -71,21 +87,21 @@ fn the_rules_are_those_of_the_shape_in_the_kernels_terms() {
         assert_eq!(ours.0, theirs.0);
         assert_eq!(unnumbered(&ours.1), unnumbered(&theirs.1));
         assert_eq!(ours.2.matches("\"masquerade\": null").count(), 3, "{}", ours.2);
-        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&ADDRESSES), &[]).unwrap(), Vec::<String>::new());
+        assert_eq!(check(&attachment("c1", "eth0"), &ADDRESSES), Vec::<String>::new());
     });
 }
 
 #[test]
 fn exclusions_are_conditions_of_the_one_rule() {
     on_a_host(|| {
-        let (c1, addresses) = (attachment("c1", "eth0"), cidrs(&[NET4, NET6]));
+        let (c1, addresses) = (attachment("c1", "eth0"), [NET4, NET6]);
         let most: Vec<String> = (0..32).map(|n| format!("10.{n}.{}.0/22", 4 * n)).collect();
         let most: Vec<&str> = most.iter().map(String::as_str).collect();
         for exclude in [&["10.0.0.0/8", "192.0.2.0/25", "fd00::/8"][..], &["192.0.2.0/25"], &[], &most] {
             let exclude = cidrs(exclude);
-            assert!(nftables::ensure(&c1, &addresses, &exclude).unwrap(), "{exclude:?}");
-            assert!(!nftables::ensure(&c1, &addresses, &exclude).unwrap(), "{exclude:?}: in place");
-            assert_eq!(nftables::check(&c1, &addresses, &exclude).unwrap(), Vec::<String>::new());
+            assert!(ensure_except(&c1, &addresses, &exclude), "{exclude:?}");
+            assert!(!ensure_except(&c1, &addresses, &exclude), "{exclude:?}: in place");
+            assert_eq!(check_except(&c1, &addresses, &exclude), Vec::<String>::new());
             assert_eq!(rules().len(), 2, "{:#?}", rules());
             for excluded in &exclude {
                 assert!(rules().concat().contains(&format!("daddr != {excluded} ")), "{excluded}: {:#?}", rules());
@@ -103,7 +119,7 @@ fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
         ensure(&attachment("c1", "eth1"), &["10.88.0.3/24"]);
         let before = rules();
         assert_eq!(before.len(), 3);
-        assert!(!nftables::ensure(&attachment("c1", "eth0"), &cidrs(&[NET4, NET6]), &[]).unwrap(), "in place");
+        assert!(!ensure(&attachment("c1", "eth0"), &[NET4, NET6]), "in place");
         assert_eq!(rules(), before);
         ensure(&attachment("c1", "eth0"), &["10.88.0.9/24"]);
         assert_eq!(rules().iter().filter(|rule| rule.contains("if: eth0")).count(), 1);
@@ -116,6 +132,27 @@ fn a_repeat_adds_no_duplicates_and_leaves_other_rules_alone() {
 }
 
 #[test]
+fn a_change_that_is_planned_again_is_still_reported() {
+    on_a_host(|| {
+        let many: Vec<String> = (10..90).map(|number| format!("10.88.0.{number}/24")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        ensure(&attachment("c1", "eth0"), &many);
+        // Writes the index of the chain, which is long now.
+        ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
+        // Another program removes a rule and appends one, so the index has as many rules as the
+        // chain.
+        let listed = shell("nft -a list chain inet cni_plugins_masquerade masq_checks");
+        let first = listed.lines().find(|line| line.contains("masquerade comment")).unwrap();
+        let handle = first.rsplit(' ').next().unwrap();
+        nft(&format!("delete rule inet cni_plugins_masquerade masq_checks handle {handle}"));
+        nft("add rule inet cni_plugins_masquerade masq_checks ip saddr 10.9.9.9 masquerade comment \"foreign\"");
+        assert!(ensure(&attachment("c3", "eth0"), &["10.88.0.4/24"]), "its undo must remove the rule");
+        assert_eq!(rules().iter().filter(|rule| rule.contains("id: c3")).count(), 1);
+        assert!(!ensure(&attachment("c3", "eth0"), &["10.88.0.4/24"]), "in place");
+    });
+}
+
+#[test]
 fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
     on_a_host(|| {
         ensure(&attachment("c1", "eth0"), &[NET4]);
@@ -124,12 +161,12 @@ fn a_damaged_base_chain_is_repaired_and_a_sound_one_unchanged() {
         ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
         assert_eq!(postrouting(), before, "handles included");
         nft("flush chain inet cni_plugins_masquerade postrouting");
-        let missing = nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4]), &[]).unwrap();
+        let missing = check(&attachment("c1", "eth0"), &[NET4]);
         assert!(missing[0].contains("does not lead to masq_checks"), "{missing:?}");
         ensure(&attachment("c2", "eth0"), &["10.88.0.3/24"]);
-        assert_eq!(nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4]), &[]).unwrap(), Vec::<String>::new());
-        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.9/24"]), &[]).unwrap().is_empty());
-        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&["10.88.0.2/16"]), &[]).unwrap().is_empty());
+        assert_eq!(check(&attachment("c1", "eth0"), &[NET4]), Vec::<String>::new());
+        assert!(!check(&attachment("c1", "eth0"), &["10.88.0.9/24"]).is_empty());
+        assert!(!check(&attachment("c1", "eth0"), &["10.88.0.2/16"]).is_empty());
     });
 }
 
@@ -180,7 +217,7 @@ fn where_there_is_nothing_nothing_is_made() {
         purge(&attachment("c1", "eth0"));
         gc(&[]);
         nftables::probe().unwrap();
-        assert!(!nftables::check(&attachment("c1", "eth0"), &cidrs(&[NET4]), &[]).unwrap().is_empty());
+        assert!(!check(&attachment("c1", "eth0"), &[NET4]).is_empty());
         assert_eq!(ruleset(), "");
     });
 }

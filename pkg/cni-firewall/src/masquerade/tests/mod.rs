@@ -261,6 +261,19 @@ fn a_broken_iptables_is_skipped_unless_it_was_requested() {
 }
 
 #[test]
+fn nftables_is_probed_without_a_program_of_iptables() {
+    in_new_netns(|| {
+        let rig = Rig::bare();
+        // The name contains no variant, so the program would have to report it.
+        program::script(rig.folder.path().join("iptables-restore"), "#!/bin/sh\nexit 3\n");
+        rig.masquerade(|masquerade| {
+            masquerade.probe(Some(Backend::Nftables)).unwrap();
+            masquerade.probe(None).unwrap_err();
+        });
+    });
+}
+
+#[test]
 fn rules_of_the_other_backend_are_checked_and_removed_too() {
     with_each(|rig| {
         for backend in [Backend::Iptables, Backend::Nftables] {

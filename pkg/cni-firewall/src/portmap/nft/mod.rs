@@ -101,7 +101,7 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
         match engine::change(&mut nft, plan) {
             Err(error) if error.is_held() => return Err(error),
             Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
-            Ok(_) => {}
+            Ok(()) => {}
         }
     }
     search.note_remarks();
