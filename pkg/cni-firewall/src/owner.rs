@@ -97,13 +97,11 @@ impl<'a> AttachmentFilter<'a> {
     /// Prepares the selection for rules that name their owners in this form.
     pub(crate) fn owners(&self, form: OwnerForm) -> SelectedOwners {
         match *self {
-            AttachmentFilter::One { attachment, .. } => {
-                SelectedOwners { beginnings: vec![(form.name)(attachment)], valid: None }
-            }
+            AttachmentFilter::One { attachment, .. } => SelectedOwners::One((form.name)(attachment)),
             AttachmentFilter::Garbage { network, valid } => {
                 let attachments = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname));
                 let valid = attachments.map(|attachment| (form.name)(&attachment)).collect();
-                SelectedOwners { beginnings: (form.prefixes)(network), valid: Some(valid) }
+                SelectedOwners::Garbage { prefixes: (form.prefixes)(network), valid }
             }
         }
     }
@@ -125,19 +123,26 @@ pub(crate) const ALIAS: OwnerForm =
 
 /// The owners that an [`AttachmentFilter`] selects, in one form.
 #[derive(Debug)]
-pub(crate) struct SelectedOwners {
-    /// The name of the one attachment, or [`OwnerForm::prefixes`] of the network.
-    pub(crate) beginnings: Vec<String>,
-    /// The names of the valid attachments; `None` if one attachment is selected.
-    valid: Option<BTreeSet<String>>,
+pub(crate) enum SelectedOwners {
+    /// The owner with this name.
+    One(String),
+    /// All owners of a network except the valid ones.
+    Garbage {
+        /// [`OwnerForm::prefixes`] of the network.
+        prefixes: Vec<String>,
+        /// The names of the valid owners.
+        valid: BTreeSet<String>,
+    },
 }
 
 impl SelectedOwners {
     /// Whether the owner with this name is selected.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        match &self.valid {
-            None => self.beginnings.iter().any(|selected| selected == name),
-            Some(valid) => self.beginnings.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name),
+        match self {
+            SelectedOwners::One(selected) => selected == name,
+            SelectedOwners::Garbage { prefixes, valid } => {
+                prefixes.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name)
+            }
         }
     }
 }

@@ -16,7 +16,7 @@ use super::{Written, egress};
 use crate::iptables::rule_in_words;
 use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
 use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, Table};
-use crate::owner::AttachmentFilter;
+use crate::owner::{AttachmentFilter, SelectedOwners};
 
 /// Returns the rule without a verdict that records the owner and the policy of an address. The
 /// address as the destination too means that redirected connections are accepted.
@@ -211,11 +211,9 @@ impl RecordChain {
     /// Adds the removal of the selected attachments' records to `batch`.
     pub(super) fn purge(&self, nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
         let selected = filter.owners(owner::NAME);
-        let records = match filter {
-            AttachmentFilter::One { .. } => {
-                self.search(nft, selected.beginnings.first().map(String::as_str), std::iter::empty(), false)?
-            }
-            AttachmentFilter::Garbage { .. } => self.records(nft)?,
+        let records = match &selected {
+            SelectedOwners::One(owner) => self.search(nft, Some(owner), std::iter::empty(), false)?,
+            SelectedOwners::Garbage { .. } => self.records(nft)?,
         };
         let removed = records.iter().filter(|record| selected.contains(&record.owned.owner));
         self.remove(nft, batch, &removed.collect::<Vec<&NftRecord>>(), &[])

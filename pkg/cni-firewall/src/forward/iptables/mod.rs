@@ -34,7 +34,7 @@ use super::Written;
 use super::owner::{self, OwnedAddress, Record, Wanted};
 use crate::iptables::{Chains, Edit, Part, Rule, SearchFor};
 use crate::nft::RulePosition::{self, First, Last};
-use crate::owner::{AttachmentFilter, Untagged};
+use crate::owner::{AttachmentFilter, SelectedOwners, Untagged};
 
 mod removal;
 mod shape;
@@ -250,13 +250,14 @@ pub(super) fn purge(
     accepted_for_others: &dyn Fn() -> Vec<IpAddr>,
 ) -> Result<Edit> {
     let selected = selection.owners(owner::NAME);
-    let part = |beginning| match selection {
-        AttachmentFilter::One { .. } => Part::Comment(beginning),
-        AttachmentFilter::Garbage { .. } => Part::CommentBeginning(beginning),
+    let parts: Vec<Part<'_>> = match &selected {
+        SelectedOwners::One(owner) => vec![Part::Comment(owner)],
+        SelectedOwners::Garbage { prefixes, .. } => {
+            prefixes.iter().map(|prefix| Part::CommentBeginning(prefix)).collect()
+        }
     };
-    let parts: Vec<Part<'_>> = selected.beginnings.iter().map(|beginning| part(beginning)).collect();
     let found = filter.find_rules(OWNERS, &parts, SearchFor::Compare, |rule| rule.target().is_none())?;
-    // The search also finds names that contain a beginning.
+    // The search by a prefix also finds names that contain it elsewhere.
     let records = records_among(&found);
     let records: Vec<_> = records.iter().filter(|record| selected.contains(&record.owned.owner)).collect();
     let unrecorded_addresses = match selection {
