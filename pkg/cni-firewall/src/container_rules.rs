@@ -16,7 +16,7 @@ use super::forward::owner::Record;
 use super::forward::records::RecordChain;
 use super::iptables::{self, Chains, FAMILIES, Iptables, Rule, Variant, variant_prefix, words};
 use super::masquerade::{iptables as masquerade_iptables, nftables as masquerade_nft};
-use super::nft::{Listed, Nft, Retries, Table};
+use super::nft::{self, Listed, Nft, Retries, Table};
 use super::owner::OwnerTag;
 use super::portmap::iptables::shape as portmap_iptables;
 use super::portmap::nft::identity;
@@ -94,7 +94,7 @@ impl RuleOwner {
     }
 
     /// Returns the owner that `alias` names; if it is not an alias, the owner with these names of
-    /// network, container and interface.
+    /// network, container and interface. `name` is as in the field.
     fn new(
         alias: Option<&str>,
         [network, container, ifname]: [Option<&str>; 3],
@@ -122,40 +122,37 @@ impl RuleOwner {
 pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<ContainerRule>> {
     let mut rules = list_nft(&mut Nft::open()?)?;
     let chains_in_nat = [masquerade_iptables::POSTROUTING, portmap_iptables::DNAT];
-    list_table(iptables::Table::Nat, &chains_in_nat, machine, notes, |nat, variant| {
-        list_nat(nat, variant, &mut rules)
-    })?;
-    let chains_in_filter = [forward::iptables::OWNERS];
-    list_table(iptables::Table::Filter, &chains_in_filter, machine, notes, |filter, variant| {
-        list_filter(filter, variant, &mut rules)
-    })?;
+    rules.extend(list_table(iptables::Table::Nat, &chains_in_nat, machine, notes, list_nat)?);
+    rules.extend(list_table(iptables::Table::Filter, &[forward::iptables::OWNERS], machine, notes, list_filter)?);
     rules.sort_by_key(|rule| rule.purpose);
     Ok(rules)
 }
 
-/// Calls `list` with the chains of an iptables table, for each family and variant in which the
-/// table may have one of `searched_chains`. A failure for iptables-legacy only becomes a note.
+/// Returns the entries of an iptables table, of each family and variant in which the table may have
+/// one of `searched_chains`. `list` gets the chains and the [`variant_prefix`]. A failure for
+/// iptables-legacy only becomes a note.
 fn list_table(
     table: iptables::Table,
     searched_chains: &[&str],
     machine: &dyn Machine,
     notes: &Notes,
-    mut list: impl FnMut(&mut Chains<'_>, Variant) -> Result<()>,
-) -> Result<()> {
+    list: fn(&mut Chains<'_>, &str) -> Result<Vec<ContainerRule>>,
+) -> Result<Vec<ContainerRule>> {
     let mut iptables = Iptables::open(table, machine, notes.clone(), OnSigterm::Kill)?;
+    let mut rules = Vec::new();
     for family in FAMILIES {
         for variant in iptables.variants_to_search(family, searched_chains)? {
-            match iptables.read(family, variant).and_then(|mut chains| list(&mut chains, variant)) {
-                Ok(()) => {}
+            let program = variant_prefix(family, variant);
+            match iptables.read(family, variant).and_then(|mut chains| list(&mut chains, &program)) {
+                Ok(listed) => rules.extend(listed),
                 Err(error) if variant == Variant::Legacy => {
-                    let program = variant_prefix(family, variant);
                     notes.note(format_args!("the rules of {program} are not listed: {error}"))
                 }
                 Err(error) => return Err(error),
             }
         }
     }
-    Ok(())
+    Ok(rules)
 }
 
 /// Returns the entry for an address whose packets the plugin firewall accepts.
@@ -168,18 +165,13 @@ fn forward_entry(place: String, owned: &forward::owner::OwnedAddress) -> Contain
     ContainerRule { purpose: Purpose::Forward, place, owner: RuleOwner::of_record(owned), text, removal: None }
 }
 
-/// Adds to `rules` an entry for each container address whose packets iptables' table filter
-/// accepts. Reads the chain that records the owners of addresses, because the accepting rules do
-/// not name owners.
-fn list_filter(filter: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    let program = variant_prefix(filter.family(), variant);
-    for rule in filter.rules(forward::iptables::OWNERS)? {
-        let Some(owned) = forward::iptables::read_record(rule) else { continue };
-        // The entry's place is the chain of the accepting rules, as the records have no effect.
-        let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
-        rules.push(forward_entry(place, &owned));
-    }
-    Ok(())
+/// Returns an entry for each container address whose packets iptables' table filter accepts. Reads
+/// the chain that records the owners of addresses, because the accepting rules do not name owners.
+fn list_filter(filter: &mut Chains<'_>, program: &str) -> Result<Vec<ContainerRule>> {
+    // The entry's place is the chain of the accepting rules, as the records have no effect.
+    let place = format!("{program} -t filter {}", forward::iptables::CNI_FORWARD);
+    let records = filter.rules(forward::iptables::OWNERS)?.iter().filter_map(forward::iptables::read_record);
+    Ok(records.map(|owned| forward_entry(place.clone(), &owned)).collect())
 }
 
 /// Returns the entries of all features that have rules in nf_tables.
@@ -187,8 +179,14 @@ fn list_nft(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
     let what = "failed to list the containers' rules in nftables";
     let mut rules = nft.read_at_once(what, Retries::Many, |nft| {
         let mut rules = Vec::new();
-        list_nft_masquerade(nft, &mut rules)?;
-        list_nft_portmap(nft, &mut rules)?;
+        let place = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
+        list_nft_chain(nft, Purpose::Masquerade, place, &mut rules, describe_masquerade)?;
+        for family in FAMILIES {
+            for chain in portmap_nft::CONTAINER_CHAINS {
+                let place = (portmap_nft::table(family), chain);
+                list_nft_chain(nft, Purpose::PortMap, place, &mut rules, |rule| describe_port_map(family, rule))?;
+            }
+        }
         Ok(rules)
     })?;
     for chain in forward::nftables::list_record_chains(nft)? {
@@ -204,7 +202,7 @@ fn list_nft(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
     for record in forward::sources::find_records(nft)?.records(nft)? {
         rules.push(forward_entry("firewalld".to_owned(), &record.owned));
     }
-    list_spoof(nft, &mut rules)?;
+    list_nft_chain(nft, Purpose::SpoofCheck, (spoof::TABLE, spoof::PREROUTING), &mut rules, describe_spoof_check)?;
     Ok(rules)
 }
 
@@ -233,87 +231,68 @@ fn list_egress(nft: &mut Nft, records: &RecordChain, rules: &mut Vec<ContainerRu
     Ok(())
 }
 
-/// Returns the entry for a rule of nf_tables, with the `nft` command that removes it.
-fn nft_entry(
+/// Adds to `rules` an entry for each rule of a chain of nf_tables for which `describe` returns an
+/// owner and a description. The entry has the `nft` command that removes the rule.
+fn list_nft_chain(
+    nft: &mut Nft,
     purpose: Purpose,
-    table: Table<'_>,
-    chain: &str,
-    listed: &Listed,
-    owner: RuleOwner,
-    text: String,
-) -> ContainerRule {
-    ContainerRule {
-        purpose,
-        place: format!("nft {table} {chain}"),
-        owner,
-        text,
-        removal: Some(format!("nft delete rule {table} {chain} handle {}", listed.handle)),
+    (table, chain): (Table<'_>, &str),
+    rules: &mut Vec<ContainerRule>,
+    describe: impl Fn(&nft::Rule) -> Option<(RuleOwner, String)>,
+) -> Result<()> {
+    for Listed { handle, rule } in nft.rules(table, chain)? {
+        let Some((owner, text)) = describe(&rule) else { continue };
+        let removal = Some(format!("nft delete rule {table} {chain} handle {handle}"));
+        rules.push(ContainerRule { purpose, place: format!("nft {table} {chain}"), owner, text, removal });
     }
+    Ok(())
 }
 
-/// Adds to `rules` the masquerading rules of nf_tables. Their comments are
+/// Describes a masquerading rule of nf_tables. Its comment is
 /// `HASHES, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
-fn list_nft_masquerade(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    let (table, chain) = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
-    for listed in nft.rules(table, chain)? {
-        let comment = listed.rule.comment.clone().unwrap_or_default();
-        let value_of = |key: &str| comment.split(", ").find_map(|part| part.strip_prefix(key));
-        let names = [value_of("net: "), value_of("id: "), value_of("if: ")];
-        let key = masquerade_nft::key_of(&comment).to_owned();
-        let owner = RuleOwner::new(None, names, (key, masquerade_nft::attachment_key));
-        // The rule does not name its family. The text for the wrong family lacks the addresses, so
-        // the longer text is the right one.
-        let [as_v4, as_v6] = [Family::V4, Family::V6].map(|family| words(family, &listed.rule.exprs).join(" "));
-        let text = if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 };
-        rules.push(nft_entry(Purpose::Masquerade, table, chain, &listed, owner, text));
-    }
-    Ok(())
+fn describe_masquerade(rule: &nft::Rule) -> Option<(RuleOwner, String)> {
+    let comment = rule.comment.as_deref().unwrap_or_default();
+    let value_of = |key: &str| comment.split(", ").find_map(|part| part.strip_prefix(key));
+    let names = [value_of("net: "), value_of("id: "), value_of("if: ")];
+    let key = masquerade_nft::key_of(comment).to_owned();
+    let owner = RuleOwner::new(None, names, (key, masquerade_nft::attachment_key));
+    // The rule does not name its family. The text for the wrong family lacks the addresses, so the
+    // longer text is the right one.
+    let [as_v4, as_v6] = FAMILIES.map(|family| words(family, &rule.exprs).join(" "));
+    Some((owner, if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 }))
 }
 
-/// Adds to `rules` the host port rules of nf_tables. Their comment is the container's ID. Rules
-/// that the Go plugin did not write also have a tag with the alias.
-fn list_nft_portmap(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    for family in [Family::V4, Family::V6] {
-        let table = portmap_nft::table(family);
-        for chain in portmap_nft::CONTAINER_CHAINS {
-            for listed in nft.rules(table, chain)? {
-                let Some(container) = listed.rule.comment.clone() else { continue };
-                let (tag, name) = (OwnerTag::of(&listed.rule), identity::owner_name(&listed.rule));
-                let owner = RuleOwner::new(tag.alias(), [None, Some(&container), None], name);
-                let text = match portmap_nft::read_mapping(&listed.rule) {
-                    Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
-                    None => words(family, &listed.rule.exprs).join(" "),
-                };
-                rules.push(nft_entry(Purpose::PortMap, table, chain, &listed, owner, text));
-            }
-        }
-    }
-    Ok(())
+/// Describes a host port rule of nf_tables. Its comment is the container's ID. A rule that the Go
+/// plugin did not write also has a tag with the alias.
+fn describe_port_map(family: Family, rule: &nft::Rule) -> Option<(RuleOwner, String)> {
+    let container = rule.comment.as_deref()?;
+    let names = [None, Some(container), None];
+    let owner = RuleOwner::new(OwnerTag::of(rule).alias(), names, identity::owner_name(rule));
+    let text = match portmap_nft::read_mapping(rule) {
+        Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
+        None => words(family, &rule.exprs).join(" "),
+    };
+    Some((owner, text))
 }
 
-/// Adds to `rules` the jumps to the chains that check for forged sources. Jumps of the Go plugin,
-/// and jumps for very long names, have no tag with the alias: only their comment,
+/// Describes a jump to a chain that checks for forged sources; `None` for other rules. A jump of
+/// the Go plugin, and a jump for a very long name, has no tag with the alias: only its comment,
 /// `macspoofchk-CONTAINER-IFNAME`, names the owner.
-fn list_spoof(nft: &mut Nft, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    let (table, chain) = (spoof::TABLE, spoof::PREROUTING);
-    for listed in nft.rules(table, chain)? {
-        let Some(comment) = listed.rule.comment.clone() else { continue };
-        let Some(container_ifname) = comment.strip_prefix(spoof::COMMENT_PREFIX).map(str::to_owned) else { continue };
-        let comment_of = |owner: &AttachmentId| spoof::Id::new(&owner.container_id, &owner.ifname).comment();
-        let tag = OwnerTag::of(&listed.rule);
-        // A guess: both parts can contain a dash, but names of interfaces seldom do.
-        let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((&container_ifname, ""));
-        let owner = RuleOwner::new(tag.alias(), [None, Some(container), Some(ifname)], (comment, comment_of));
-        let text = "only the container's own MAC address passes".to_owned();
-        rules.push(nft_entry(Purpose::SpoofCheck, table, chain, &listed, owner, text));
-    }
-    Ok(())
+fn describe_spoof_check(rule: &nft::Rule) -> Option<(RuleOwner, String)> {
+    let comment = rule.comment.as_deref()?;
+    let container_ifname = comment.strip_prefix(spoof::COMMENT_PREFIX)?;
+    let comment_of = |owner: &AttachmentId| spoof::Id::new(&owner.container_id, &owner.ifname).comment();
+    // A guess: both parts can contain a dash, but names of interfaces seldom do.
+    let (container, ifname) = container_ifname.rsplit_once('-').unwrap_or((container_ifname, ""));
+    let names = [None, Some(container), Some(ifname)];
+    let owner = RuleOwner::new(OwnerTag::of(rule).alias(), names, (comment.to_owned(), comment_of));
+    Some((owner, "only the container's own MAC address passes".to_owned()))
 }
 
-/// Adds to `rules` the rules of iptables' table nat that lead to chains of containers: from
-/// POSTROUTING for masquerading, from the DNAT chain for host ports.
-fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRule>) -> Result<()> {
-    let program = variant_prefix(nat.family(), variant);
+/// Returns the rules of iptables' table nat that lead to chains of containers: from POSTROUTING for
+/// masquerading, from the DNAT chain for host ports.
+fn list_nat(nat: &mut Chains<'_>, program: &str) -> Result<Vec<ContainerRule>> {
+    let mut rules = Vec::new();
     let entry = |purpose, chain: &str, rule: &Rule, owner| ContainerRule {
         purpose,
         place: format!("{program} -t nat {chain}"),
@@ -334,7 +313,7 @@ fn list_nat(nat: &mut Chains<'_>, variant: Variant, rules: &mut Vec<ContainerRul
         let owner = owner_of_jump(nat, rule, portmap_iptables::read_comment, portmap_iptables::comment)?;
         rules.extend(owner.map(|owner| entry(Purpose::PortMap, portmap_iptables::DNAT, rule, owner)));
     }
-    Ok(())
+    Ok(rules)
 }
 
 /// Returns the owner of a rule that jumps to a container's chain; `None` if the rule has no
