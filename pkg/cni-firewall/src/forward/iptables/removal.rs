@@ -35,18 +35,11 @@ impl Removal<'_> {
         if candidates.is_empty() {
             return Ok(());
         }
-        let find = |filter: &mut Chains<'_>, chain| {
-            find_rules_of(filter, chain, candidates.iter().copied(), None, SearchFor::Compare)
-        };
-        let (rules, records) = (find(filter, CNI_FORWARD)?, find(filter, OWNERS)?);
-        let rules_of = |address: &IpAddr| [&accept_rules(*address)[..], &[redirected_rule(*address)]].concat();
-        let mut unneeded: BTreeSet<Vec<String>> = candidates.iter().flat_map(rules_of).collect();
-        let required = self.remaining(&records);
-        let required = required.iter().flat_map(address_rules);
-        for words in required.chain(self.accepted_for_others.iter().flat_map(|address| accept_rules(*address))) {
-            unneeded.remove(&words);
-        }
-        for rule in rules.iter().filter(|rule| rule.whole && unneeded.contains(&rule.words)) {
+        let mut rules_for_candidates =
+            |chain| find_rules_of(filter, chain, candidates.iter().copied(), None, SearchFor::Compare);
+        let (accepting, records) = (rules_for_candidates(CNI_FORWARD)?, rules_for_candidates(OWNERS)?);
+        let unneeded = self.unneeded_rules(&candidates, &records);
+        for rule in accepting.iter().filter(|rule| rule.whole && unneeded.contains(&rule.words)) {
             edit.delete(CNI_FORWARD, rule);
         }
         for record in self.records {
@@ -65,6 +58,20 @@ impl Removal<'_> {
     fn candidates(&self, family: Family) -> BTreeSet<IpAddr> {
         let unrecorded = self.unrecorded_addresses.iter().copied().filter(|address| Family::of(*address) == family);
         unrecorded.chain(self.records.iter().map(|record| record.owned.address)).collect()
+    }
+
+    /// Returns the accepting rules of the candidates, except those that an address with an owner
+    /// requires, and those that `accepted_for_others` keeps. `records` are all rules of [`OWNERS`]
+    /// for the candidates.
+    fn unneeded_rules(&self, candidates: &BTreeSet<IpAddr>, records: &[Rule]) -> BTreeSet<Vec<String>> {
+        let rules_of = |address: &IpAddr| [&accept_rules(*address)[..], &[redirected_rule(*address)]].concat();
+        let mut unneeded: BTreeSet<Vec<String>> = candidates.iter().flat_map(rules_of).collect();
+        let required = self.remaining(records);
+        let kept = self.accepted_for_others.iter().flat_map(|address| accept_rules(*address));
+        for words in required.iter().flat_map(address_rules).chain(kept) {
+            unneeded.remove(&words);
+        }
+        unneeded
     }
 
     /// Returns the addresses that have an owner after the removal: `staying`, and those in other
