@@ -9,9 +9,9 @@ use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use crate::firewalld::{Failure, Firewalld, Method, source_text};
 use cni::machine::{Machine, OnSigterm};
 use cni::steps::Step;
+use cni::{Cidr, Code, Error};
 use cni_linux::watch::term_descriptor;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -26,34 +26,61 @@ const FIREWALLD_PATH: &str = "/org/fedoraproject/FirewallD1";
 const ZONE_INTERFACE: &str = "org.fedoraproject.FirewallD1.zone";
 const BUS: &str = "org.freedesktop.DBus";
 const BUS_PATH: &str = "/org/freedesktop/DBus";
+// The methods of firewalld's zones.
+pub(crate) const ADD_SOURCE: &str = "addSource";
+pub(crate) const REMOVE_SOURCE: &str = "removeSource";
+pub(crate) const QUERY_SOURCE: &str = "querySource";
+
+/// The reason why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Failure {
+    /// There is no system bus.
+    #[error("{0}")]
+    NoBus(String),
+    /// firewalld, or the bus if firewalld does not run, refused the call with this text.
+    #[error("{0}")]
+    Refused(String),
+    /// The bus or firewalld cannot be reached, or did not answer.
+    #[error("{0}")]
+    Unreachable(String),
+}
+
+impl Failure {
+    /// Whether firewalld's text contains its error code `code`, such as `ZONE_CONFLICT`.
+    pub(crate) fn has_firewalld_code(&self, code: &str) -> bool {
+        matches!(self, Failure::Refused(text) if text.contains(code))
+    }
+
+    /// Returns the CNI error code for the failure.
+    fn code(&self) -> Code {
+        match self {
+            // The bus's answer if firewalld does not run and cannot be started.
+            Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
+            failure if failure.has_firewalld_code("INVALID_ZONE") => Code::INVALID_CONFIG,
+            Failure::Refused(_) => Code::KERNEL,
+            Failure::NoBus(_) | Failure::Unreachable(_) => Code::TRY_AGAIN,
+        }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Error {
+        Error::new(failure.code(), failure.to_string())
+    }
+}
+
+/// Returns the address in the form that these plugins and Go's send to firewalld: with /32 or /128.
+pub(crate) fn source_text(address: IpAddr) -> String {
+    Cidr::host(address).to_string()
+}
 
 /// A connection to firewalld on the system bus.
-struct SystemBus<'m> {
+pub(crate) struct Firewalld<'m> {
     // Declared, and so dropped, before the runtime, which the connection needs to close.
     connection: Connection,
     runtime: Runtime,
     machine: &'m dyn Machine,
     on_sigterm: OnSigterm,
-}
-
-/// Connects to the system bus at the address in DBUS_SYSTEM_BUS_ADDRESS, or at the default one.
-///
-/// # Errors
-/// [`Failure::NoBus`] if no process listens there; [`Failure::Unreachable`] if connecting fails for
-/// another reason.
-pub(crate) fn open(machine: &dyn Machine, on_sigterm: OnSigterm) -> Result<Box<dyn Firewalld + '_>, Failure> {
-    let connect_error = |error: io::Error| {
-        let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS");
-        let address = address.unwrap_or_else(|_| "unix:path=/var/run/dbus/system_bus_socket".to_owned());
-        let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
-        let text = format!("failed to connect to the system bus at {address}: {error}");
-        if is_absent { Failure::NoBus(text) } else { Failure::Unreachable(text) }
-    };
-    let runtime = Builder::new_current_thread().enable_all().build().map_err(connect_error)?;
-    let connection = wait(&runtime, machine, on_sigterm, Connection::system())
-        .and_then(|result| result.map_err(into_io))
-        .map_err(connect_error)?;
-    Ok(Box::new(SystemBus { connection, runtime, machine, on_sigterm }))
 }
 
 /// Runs `task` until it completes, and returns its result.
@@ -105,12 +132,37 @@ fn into_io(error: zbus::Error) -> io::Error {
     }
 }
 
-impl SystemBus<'_> {
-    /// Waits for the answer to a method call. The failure is [`Failure::Refused`] if the answer is
-    /// an error, and [`Failure::Unreachable`] if there is no answer.
-    fn answer_to(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<Message, Failure> {
+impl<'m> Firewalld<'m> {
+    /// Connects to the system bus at the address in DBUS_SYSTEM_BUS_ADDRESS, or at the default one.
+    /// Does not check whether firewalld runs.
+    ///
+    /// # Errors
+    /// [`Failure::NoBus`] if no process listens there; [`Failure::Unreachable`] if connecting fails
+    /// for another reason.
+    pub(crate) fn connect(machine: &'m dyn Machine, on_sigterm: OnSigterm) -> Result<Firewalld<'m>, Failure> {
+        let connect_error = |error: io::Error| {
+            let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS");
+            let address = address.unwrap_or_else(|_| "unix:path=/var/run/dbus/system_bus_socket".to_owned());
+            let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+            let text = format!("failed to connect to the system bus at {address}: {error}");
+            if is_absent { Failure::NoBus(text) } else { Failure::Unreachable(text) }
+        };
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(connect_error)?;
+        let connection = wait(&runtime, machine, on_sigterm, Connection::system())
+            .and_then(|result| result.map_err(into_io))
+            .map_err(connect_error)?;
+        Ok(Firewalld { connection, runtime, machine, on_sigterm })
+    }
+
+    /// Waits for the answer to a method call. Returns the boolean in it; true if the content is not
+    /// a boolean, as with [`ADD_SOURCE`].
+    ///
+    /// # Errors
+    /// [`Failure::Refused`] if the answer is an error, [`Failure::Unreachable`] if there is no
+    /// answer.
+    fn answer_to(&self, call: impl Future<Output = zbus::Result<Message>>) -> Result<bool, Failure> {
         match wait(&self.runtime, self.machine, self.on_sigterm, call) {
-            Ok(Ok(answer)) => Ok(answer),
+            Ok(Ok(answer)) => Ok(answer.body().deserialize::<bool>().unwrap_or(true)),
             Ok(Err(zbus::Error::MethodError(name, text, _))) => {
                 Err(Failure::Refused(text.unwrap_or_else(|| name.to_string())))
             }
@@ -123,37 +175,28 @@ impl SystemBus<'_> {
             Err(error) => Err(Failure::Unreachable(error.to_string())),
         }
     }
-}
 
-/// Returns the boolean in an answer; true if the content is not a boolean, as with `addSource`.
-fn boolean(answer: &Message) -> bool {
-    answer.body().deserialize::<bool>().unwrap_or(true)
-}
-
-impl Firewalld for SystemBus<'_> {
-    /// Asks the bus whether firewalld's name has an owner, and reports the call to the step log.
-    fn is_running(&self) -> Result<bool, Failure> {
+    /// Whether firewalld runs, by the bus's answer whether its name has an owner. Never starts
+    /// firewalld. Reports the call to the step log.
+    pub(crate) fn is_running(&self) -> Result<bool, Failure> {
         let step = Step::begin();
         let call = self.connection.call_method(Some(BUS), BUS_PATH, Some(BUS), "NameHasOwner", &FIREWALLD);
-        let answer = self.answer_to(call).map(|answer| boolean(&answer));
+        let answer = self.answer_to(call);
         step.end("ask the system bus for firewalld", &answer);
         answer
     }
 
-    /// Calls firewalld, and reports the call to the step log.
-    fn call(&self, method: Method, zone: &str, source: IpAddr) -> Result<bool, Failure> {
+    /// Calls a method for a source of a zone. Returns the answer to [`QUERY_SOURCE`], or `true` for
+    /// the other methods. If firewalld does not run, the bus may start it. Reports the call to the
+    /// step log.
+    pub(crate) fn call(&self, method: &'static str, zone: &str, source: IpAddr) -> Result<bool, Failure> {
         let step = Step::begin();
         let source = source_text(source);
         let arguments = (zone, &source);
-        let call = self.connection.call_method(
-            Some(FIREWALLD),
-            FIREWALLD_PATH,
-            Some(ZONE_INTERFACE),
-            method.name(),
-            &arguments,
-        );
-        let answer = self.answer_to(call).map(|answer| boolean(&answer));
-        step.end(format_args!("ask firewalld: {} {zone} {source}", method.name()), &answer);
+        let call =
+            self.connection.call_method(Some(FIREWALLD), FIREWALLD_PATH, Some(ZONE_INTERFACE), method, &arguments);
+        let answer = self.answer_to(call);
+        step.end(format_args!("ask firewalld: {method} {zone} {source}"), &answer);
         answer
     }
 }

@@ -11,7 +11,7 @@
 mod add;
 mod bus;
 mod conf;
-pub mod firewalld;
+mod firewalld;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
