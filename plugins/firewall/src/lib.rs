@@ -103,7 +103,7 @@ impl Plugin for Firewall {
         let other_addresses: Vec<IpAddr> =
             addresses.into_iter().filter(|address| !sources_of_go.contains(address)).collect();
         let filter = AttachmentFilter::for_del(&attachment, &other_addresses);
-        let from_rules = forward(call).purge(filter).map_err(Error::from);
+        let from_rules = forward(call).purge(filter, &Vec::new).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
@@ -114,7 +114,7 @@ impl Plugin for Firewall {
         let from_zone = zone.purge(filter, &[]);
         let cached = OnceCell::new();
         let addresses_in_use = || cached.get_or_init(|| cached_addresses(call, valid)).clone();
-        let from_rules = forward(call).gc(call.conf.name(), valid, &addresses_in_use).map_err(Error::from);
+        let from_rules = forward(call).purge(filter, &addresses_in_use).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 

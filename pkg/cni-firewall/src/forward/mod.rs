@@ -22,12 +22,10 @@ use super::nft::Nft;
 use super::owner::AttachmentFilter;
 use crate::Backend;
 use cni::AttachmentId;
-use cni::config::ValidAttachments;
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
 pub mod egress;
-mod entry_chain;
 pub(super) mod iptables;
 pub(super) mod nftables;
 pub(super) mod owner;
@@ -35,8 +33,9 @@ pub(super) mod records;
 pub mod sources;
 
 pub use egress::{Egress, EgressDefault};
-pub use entry_chain::EntryChain;
 pub use iptables::ADMIN;
+use iptables::Checked;
+pub use nftables::{EntryChain, list_dropping_chains};
 pub use owner::Ingress;
 use owner::OwnedAddress;
 
@@ -123,27 +122,11 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// If the rules cannot be read or written. Some may be in force then.
     pub fn ensure(&self, rules: &ForwardRules, backend: Backend, written: &mut Written) -> Result<()> {
-        match backend {
-            Backend::Iptables => self.ensure_in_iptables(rules, written),
-            Backend::Nftables => nftables::ensure(
-                &mut Nft::open()?,
-                &owner::name(&rules.attachment),
-                &rules.owned_addresses(),
-                rules.nftables_admin_chain.as_ref(),
-                written,
-            ),
+        if backend == Backend::Nftables {
+            return nftables::ensure(rules, written);
         }
-    }
-
-    /// Writes `rules` to iptables, in the variant that the host uses for each family. Existing
-    /// rules are replaced.
-    fn ensure_in_iptables(&self, rules: &ForwardRules, written: &mut Written) -> Result<()> {
-        let owner = owner::name(&rules.attachment);
         let mut changed = false;
-        let plan = |filter: &mut Chains<'_>| {
-            let addresses = rules.of_family(filter.family());
-            iptables::ensure(filter, &owner, &addresses, &rules.iptables_admin_chain, written)
-        };
+        let plan = |filter: &mut Chains<'_>| iptables::ensure(filter, rules, written);
         let result = self.store.ensure_in_iptables(rules.families(), plan, &mut changed);
         written.changed |= changed;
         result
@@ -152,39 +135,14 @@ impl<'m> Forward<'m> {
     /// Removes the rules of the selected attachments from both backends. Rules of the Go plugin are
     /// only found by the addresses of [`for_del`](AttachmentFilter::for_del).
     ///
+    /// The rules of iptables that accept an address which `accepted_for_others` returns stay, even
+    /// if a removed record names the address. It is called if there is a record to remove. GC
+    /// returns the addresses in use: the Go plugin, which records nothing, may have written their
+    /// rules again after its DEL left the record.
+    ///
     /// # Errors
     /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, filter: AttachmentFilter<'_>) -> Result<()> {
-        self.remove(filter, &Vec::new)
-    }
-
-    /// GC: removes the rules of the attachments that are not in `valid` from both backends. The
-    /// rules of iptables that accept an address which `addresses_in_use` returns stay: the Go
-    /// plugin, which records nothing, may have written them again after its DEL left the record.
-    ///
-    /// # Errors
-    /// As [`purge`](Forward::purge).
-    pub fn gc(
-        &self,
-        network: &str,
-        valid: &ValidAttachments,
-        addresses_in_use: &dyn Fn() -> Vec<IpAddr>,
-    ) -> Result<()> {
-        self.remove(AttachmentFilter::Garbage { network, valid }, addresses_in_use)
-    }
-
-    /// Removes the attachment's rules from both backends for an ADD that fails. Rules that another
-    /// attachment had before the ADD stay.
-    ///
-    /// # Errors
-    /// As [`purge`](Forward::purge).
-    pub fn undo(&self, attachment: &AttachmentId, written: &Written) -> Result<()> {
-        self.remove(AttachmentFilter::one(attachment), &|| written.accepted_for_others.clone())
-    }
-
-    /// Does [`purge`](Forward::purge), but leaves the rules of iptables for the addresses that
-    /// `accepted_for_others` returns. It is called if there is a record to remove.
-    fn remove(&self, filter: AttachmentFilter<'_>, accepted_for_others: &dyn Fn() -> Vec<IpAddr>) -> Result<()> {
+    pub fn purge(&self, filter: AttachmentFilter<'_>, accepted_for_others: &dyn Fn() -> Vec<IpAddr>) -> Result<()> {
         let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
         let results = [
             self.store.purge_in_nftables(|nft, batch| {
@@ -195,6 +153,15 @@ impl<'m> Forward<'m> {
         Error::join(results.into_iter().filter_map(Result::err))
     }
 
+    /// Removes the attachment's rules from both backends for an ADD that fails. Rules that another
+    /// attachment had before the ADD stay.
+    ///
+    /// # Errors
+    /// As [`purge`](Forward::purge).
+    pub fn undo(&self, attachment: &AttachmentId, written: &Written) -> Result<()> {
+        self.purge(AttachmentFilter::one(attachment), &|| written.accepted_for_others.clone())
+    }
+
     /// Returns a sentence for each rule that is missing or in the wrong place; empty if none. Looks
     /// in `backend`, unless only the other backend has rules of the attachment. Accepts Go's rules.
     /// Starts a process only if there are tables of iptables-legacy.
@@ -202,13 +169,12 @@ impl<'m> Forward<'m> {
     /// # Errors
     /// If rules cannot be read.
     pub fn check(&self, rules: &ForwardRules, backend: Backend) -> Result<Vec<String>> {
-        let owner = owner::name(&rules.attachment);
         let mut nft = Nft::open()?;
-        let is_in_nftables = nftables::has_addresses_of(&mut nft, &owner)?;
+        let is_in_nftables = nftables::has_addresses_of(&mut nft, &owner::name(&rules.attachment))?;
         let mut iptables = self.store.open(OnSigterm::Kill)?;
         let (mut missing_in_iptables, mut is_in_iptables) = (Vec::new(), false);
         for family in rules.families() {
-            let checked = check_family_in_iptables(&mut iptables, rules, family)?;
+            let checked = check_in_iptables(&mut iptables, rules, family)?;
             missing_in_iptables.extend(checked.missing);
             is_in_iptables |= checked.accepts_any;
         }
@@ -220,7 +186,7 @@ impl<'m> Forward<'m> {
         if checked_backend == Backend::Iptables {
             return Ok(missing_in_iptables);
         }
-        nftables::check(&mut nft, &rules.owned_addresses(), rules.nftables_admin_chain.as_ref())
+        nftables::check(&mut nft, rules)
     }
 
     /// Checks that [`ensure`](Forward::ensure) can work here. Starts no process, except an
@@ -236,49 +202,22 @@ impl<'m> Forward<'m> {
     }
 }
 
-/// The result of a CHECK of one family in iptables.
-struct CheckedFamily {
-    /// A sentence for each missing rule.
-    missing: Vec<String>,
-    /// Whether there is a rule that accepts one of the addresses.
-    accepts_any: bool,
-}
-
 /// Checks the rules of one family in the variants of iptables, the host's own first. Returns the
-/// result of the first variant that accepts an address or has all rules; if no variant does, the
-/// result of the first one.
-fn check_family_in_iptables(
-    iptables: &mut Iptables<'_>,
-    rules: &ForwardRules,
-    family: Family,
-) -> Result<CheckedFamily> {
-    let addresses = rules.of_family(family);
-    let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
+/// result of the first variant that accepts an address; if no variant does, that of the first one.
+fn check_in_iptables(iptables: &mut Iptables<'_>, rules: &ForwardRules, family: Family) -> Result<Checked> {
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
     let mut variants = iptables.variants_to_search(family, &[iptables::CNI_FORWARD])?;
     variants.sort_by_key(|variant| *variant != host_variant);
-    let mut missing_in_first = None;
+    let mut first = None;
     for variant in variants {
-        let mut filter = iptables.read(family, variant)?;
-        let missing = iptables::check(&mut filter, &addresses, &rules.iptables_admin_chain)?;
-        // The rules that accept the addresses are among those that are not missing.
-        let accepts_any = missing.is_empty() || iptables::accepts_any(&mut filter, &ips)?;
-        if accepts_any {
-            return Ok(CheckedFamily { missing, accepts_any });
+        let checked = iptables::check(&mut iptables.read(family, variant)?, rules)?;
+        if checked.accepts_any {
+            return Ok(checked);
         }
-        missing_in_first.get_or_insert(missing);
+        first.get_or_insert(checked);
     }
-    // No variant has a chain that could hold rules.
-    let no_chain = || vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)];
-    Ok(CheckedFamily { missing: missing_in_first.unwrap_or_else(no_chain), accepts_any: false })
-}
-
-/// Returns the base chains of nf_tables whose policy drops forwarded packets, except `admin_chain`.
-/// Such a chain drops packets of containers although the backend `nftables` accepts them in its own
-/// table. Each is returned as family, table and chain: `inet filter forward`.
-///
-/// # Errors
-/// If chains cannot be read.
-pub fn list_dropping_chains(admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
-    nftables::list_dropping_chains(&mut Nft::open()?, admin_chain)
+    Ok(first.unwrap_or_else(|| Checked {
+        missing: vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)],
+        accepts_any: false,
+    }))
 }

@@ -27,12 +27,12 @@
 //! administrator. All rules are then written to the table of that chain, which jumps to
 //! `cni_forward` in place of `forward`. The chain with this jump is the [`EntryChain`].
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::entry_chain::EntryChain;
-use super::owner::{Ingress, OwnedAddress, Wanted};
+use super::owner::{self, Ingress, OwnedAddress, Wanted};
 use super::records::{Object, RecordChain};
-use super::{Written, egress};
+use super::{ForwardRules, Written, egress};
 use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, jump, nfproto, not, oifname, saddr,
@@ -44,19 +44,19 @@ use cni_linux::error::{Cause, Error, Result};
 pub(super) const OWN_TABLE: &str = "cni_firewall";
 pub(super) const OWN_TABLE_COMMENT: &str = "CNI firewall plugin";
 /// The base chain of the own table.
-pub(super) const OWN_CHAIN: &str = "forward";
+const OWN_CHAIN: &str = "forward";
 /// The type, hook and priority of [`OWN_CHAIN`]; 0 is the priority that `nft` calls `filter`.
 const OWN_CHAIN_HOOK: BaseChain = BaseChain { kind: Kind::Filter, hook: Hook::Forward, priority: 0 };
 /// The chain that accepts packets from and to containers.
-pub(super) const CNI_FORWARD: &str = "cni_forward";
+const CNI_FORWARD: &str = "cni_forward";
 /// The chain that records the addresses' owners, to which no rule leads.
 pub(crate) const OWNERS: &str = "cni_owners";
 /// The chain for packets from isolated bridges.
-pub(super) const STAGE_1: &str = "cni_isolation_1";
+const STAGE_1: &str = "cni_isolation_1";
 /// The chain for packets that leave an isolated bridge: drops those to another isolated bridge.
-pub(super) const STAGE_2: &str = "cni_isolation_2";
+const STAGE_2: &str = "cni_isolation_2";
 const JUMP_COMMENT: &str = "CNI firewall plugin rules";
-pub(super) const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
+const FAMILIES: [Family; 3] = [Family::Inet, Family::Ip, Family::Ip6];
 /// One address of each family, where only the family is of interest.
 pub(super) const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
@@ -64,6 +64,68 @@ pub(super) const FAMILY_SAMPLES: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED
 /// connections are accepted.
 const PODS: &str = "cni_pods";
 const REDIRECTED: &str = "cni_mapped";
+
+/// The longest name of a table or chain that is accepted; the kernel's limit is higher.
+const NAME_MAX: usize = 128;
+
+/// The chain that jumps to the chain `cni_forward` of the same table: a chain of the administrator,
+/// or the base chain of the plugins' own table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EntryChain {
+    family: Family,
+    table: String,
+    chain: String,
+}
+
+impl fmt::Display for EntryChain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.table(), self.chain)
+    }
+}
+
+impl EntryChain {
+    /// Parses the administrator's chain, written as family, table and chain: `inet filter forward`.
+    /// `None` if the text has a different form, or names a table or chain that the plugins create.
+    pub fn parse(text: &str) -> Option<EntryChain> {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let [family, table, chain] = words.as_slice() else { return None };
+        let family = FAMILIES.into_iter().find(|known| known.name() == *family)?;
+        let is_name = |name: &str| name.len() <= NAME_MAX && !name.chars().any(char::is_control);
+        let is_own = *table == OWN_TABLE || [CNI_FORWARD, OWNERS, STAGE_1, STAGE_2].contains(chain);
+        if is_own || !is_name(table) || !is_name(chain) {
+            return None;
+        }
+        Some(EntryChain { family, table: (*table).to_owned(), chain: (*chain).to_owned() })
+    }
+
+    /// Returns the base chain of the plugins' own table.
+    fn own() -> EntryChain {
+        EntryChain { family: Family::Inet, table: OWN_TABLE.to_owned(), chain: OWN_CHAIN.to_owned() }
+    }
+
+    fn table(&self) -> Table<'_> {
+        Table { family: self.family, name: &self.table }
+    }
+
+    /// Whether the chain is in the plugins' own table, whose name `parse` refuses in every family.
+    fn is_in_own_table(&self) -> bool {
+        self.table == OWN_TABLE
+    }
+
+    /// Returns the [`FAMILY_SAMPLES`] of the families of which the chain's table sees packets.
+    fn family_samples(&self) -> impl Iterator<Item = IpAddr> {
+        FAMILY_SAMPLES.into_iter().filter(|sample| self.sees(*sample))
+    }
+
+    /// Whether the chain's table sees packets of the address's family.
+    fn sees(&self, address: IpAddr) -> bool {
+        match self.family {
+            Family::Ip => address.is_ipv4(),
+            Family::Ip6 => address.is_ipv6(),
+            Family::Inet | Family::Bridge => true,
+        }
+    }
+}
 
 /// Returns the name, which begins with `prefix`, and the type of the set for addresses of the same
 /// family as `address`.
@@ -109,7 +171,7 @@ impl Accepted {
 fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>> {
     let table = entry_chain.table();
     let mut rules = vec![vec![jump(STAGE_1)]];
-    for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
+    for sample in entry_chain.family_samples() {
         let (set, _) = set_of(PODS, sample);
         // `in_set` turns the comparison with `sample` into a lookup in the set.
         let mut matches =
@@ -176,21 +238,16 @@ fn by_entry_chain(
     groups
 }
 
-/// Makes `addresses` the only addresses of the attachment `owner`, in one transaction. Removes the
-/// [outdated records](super::owner::outdated_records) of `addresses`. Fills in `written`, even on
-/// an error.
+/// Makes the addresses of `rules` the only ones of the attachment, in one transaction. Removes
+/// their [outdated records](super::owner::outdated_records). Fills in `written`, even on an error.
 ///
 /// # Errors
-/// - ENOENT: the chain `admin_chain` does not exist.
+/// - ENOENT: the administrator's chain does not exist.
 /// - The rules cannot be read or written.
-pub(super) fn ensure(
-    nft: &mut Nft,
-    owner: &str,
-    addresses: &[OwnedAddress],
-    admin_chain: Option<&EntryChain>,
-    written: &mut Written,
-) -> Result<()> {
-    check_exists(nft, admin_chain)?;
+pub(super) fn ensure(rules: &ForwardRules, written: &mut Written) -> Result<()> {
+    let (mut nft, admin_chain) = (Nft::open()?, rules.nftables_admin_chain.as_ref());
+    check_exists(&mut nft, admin_chain)?;
+    let (owner, addresses) = (&owner::name(&rules.attachment), &rules.owned_addresses());
     let groups = by_entry_chain(addresses, admin_chain);
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let mut chains = list_record_chains(nft)?;
@@ -198,7 +255,7 @@ pub(super) fn ensure(
         for (entry_chain, group) in &groups {
             add_shared_chains(nft, batch, entry_chain, group)?;
             if !chains.iter().any(|chain| chain.table() == entry_chain.table()) {
-                chains.push(RecordChain::new(entry_chain.table(), OWNERS, objects));
+                chains.push(RecordChain::find(nft, entry_chain.table(), OWNERS, objects)?);
             }
         }
         for chain in chains {
@@ -208,7 +265,7 @@ pub(super) fn ensure(
         }
         Ok(())
     };
-    engine::change(nft, plan)
+    engine::change(&mut nft, plan)
 }
 
 /// Adds to `batch` what is missing in the table of `entry_chain` of the chains, sets and rules that
@@ -229,20 +286,20 @@ fn add_shared_chains(
     for chain in [OWNERS, STAGE_2, STAGE_1, CNI_FORWARD] {
         nft.add_missing_chain(batch, table, chain)?;
     }
-    for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
-        let (set, kind) = set_of(PODS, sample);
-        batch.ensure_set(table, &set, kind);
-    }
+    let ensure_sets = |batch: &mut Batch, prefix| {
+        for sample in entry_chain.family_samples() {
+            let (set, kind) = set_of(prefix, sample);
+            batch.ensure_set(table, &set, kind);
+        }
+    };
+    ensure_sets(batch, PODS);
     let required = Accepted::required_by(addresses);
     if find_accepted(nft, entry_chain)?.is_none_or(|accepted| accepted < required) {
         // Another program may have changed rules that other containers need.
         let all = RecordChain::find(nft, table, OWNERS, objects)?.records(nft)?;
         let required = required.max(Accepted::required_by(all.iter().map(|record| &record.owned)));
         if required == Accepted::Redirected {
-            for sample in FAMILY_SAMPLES.into_iter().filter(|sample| entry_chain.sees(*sample)) {
-                let (set, kind) = set_of(REDIRECTED, sample);
-                batch.ensure_set(table, &set, kind);
-            }
+            ensure_sets(batch, REDIRECTED);
         }
         batch.replace_rules(table, CNI_FORWARD, forward_rules(entry_chain, required));
     }
@@ -304,10 +361,14 @@ pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     Ok(false)
 }
 
-/// Returns the base chains whose policy drops forwarded packets, except `admin_chain`, each as
-/// family, table and chain: `inet filter forward`.
-pub(super) fn list_dropping_chains(nft: &mut Nft, admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
-    let mut found = Vec::new();
+/// Returns the base chains of nf_tables whose policy drops forwarded packets, except `admin_chain`.
+/// Such a chain drops packets of containers although the backend `nftables` accepts them in its own
+/// table. Each is returned as family, table and chain: `inet filter forward`.
+///
+/// # Errors
+/// If chains cannot be read.
+pub fn list_dropping_chains(admin_chain: Option<&EntryChain>) -> Result<Vec<String>> {
+    let (mut nft, mut found) = (Nft::open()?, Vec::new());
     for family in FAMILIES {
         let drops_forwarded = |_: &str, chain: &nft::Chain| {
             chain.drops && chain.base.is_some_and(|base| base.hook == Hook::Forward && base.kind == Kind::Filter)
@@ -337,14 +398,10 @@ pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
     nft.rehearse(batch)
 }
 
-/// Returns a sentence for each missing element or rule of `addresses`; empty if none is missing.
-pub(super) fn check(
-    nft: &mut Nft,
-    addresses: &[OwnedAddress],
-    admin_chain: Option<&EntryChain>,
-) -> Result<Vec<String>> {
+/// Returns a sentence for each missing element or rule of `rules`; empty if none is missing.
+pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> {
     let mut missing = Vec::new();
-    for (entry_chain, group) in by_entry_chain(addresses, admin_chain) {
+    for (entry_chain, group) in by_entry_chain(&rules.owned_addresses(), rules.nftables_admin_chain.as_ref()) {
         let table = entry_chain.table();
         if find_accepted(nft, &entry_chain)?.is_none_or(|accepted| accepted < Accepted::required_by(&group)) {
             missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
@@ -368,4 +425,20 @@ pub(super) fn check(
         }
     }
     Ok(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_is_named_by_family_table_and_name() {
+        let chain = EntryChain::parse("inet filter forward").unwrap();
+        assert_eq!((chain.table().to_string(), chain.chain.as_str()), ("inet filter".to_owned(), "forward"));
+        for wrong in ["", "filter forward", "arp filter forward", "inet filter forward x", "inet cni_firewall forward"]
+        {
+            assert_eq!(EntryChain::parse(wrong), None, "{wrong}");
+        }
+        assert!(EntryChain::parse("inet filter cni_forward").is_none());
+    }
 }

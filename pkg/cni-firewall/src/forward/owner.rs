@@ -172,11 +172,6 @@ pub(super) fn outdated_records<'r, R>(
     Ok(outdated)
 }
 
-/// Whether a rule's comment is the [`name`] of an attachment.
-pub(super) fn is_name(comment: &str) -> bool {
-    AttachmentId::parse(comment).is_some()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -187,7 +182,7 @@ mod tests {
         assert_eq!(name(&short), short.alias());
         for (network, container) in [("n".repeat(200), "c"), ("net".to_owned(), &*"c".repeat(128))] {
             let long = name(&AttachmentId::new(&network, container, "eth0"));
-            assert!(long.len() <= NAME_MAX && is_name(&long), "{long}");
+            assert!(long.len() <= NAME_MAX && AttachmentId::parse(&long).is_some(), "{long}");
             assert!((NAME.prefixes)(&network).iter().any(|prefix| long.starts_with(prefix)), "{long}");
             assert!(!(NAME.prefixes)("other").iter().any(|prefix| long.starts_with(prefix)), "{long}");
         }

@@ -142,15 +142,6 @@ pub(crate) struct RecordChain {
 }
 
 impl RecordChain {
-    /// Returns a chain that does not exist.
-    pub(super) fn new(
-        table: Table<'_>,
-        name: &'static str,
-        objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
-    ) -> RecordChain {
-        RecordChain { family: table.family, table: table.name.to_owned(), name, chain: None, objects }
-    }
-
     /// Looks the chain up.
     pub(super) fn find(
         nft: &mut Nft,
@@ -158,7 +149,8 @@ impl RecordChain {
         name: &'static str,
         objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
     ) -> Result<RecordChain> {
-        Ok(RecordChain { chain: nft.find_chain(table, name)?, ..RecordChain::new(table, name, objects) })
+        let chain = nft.find_chain(table, name)?;
+        Ok(RecordChain { family: table.family, table: table.name.to_owned(), name, chain, objects })
     }
 
     pub(crate) fn table(&self) -> Table<'_> {

@@ -29,25 +29,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use cni_linux::error::Result;
+use cni_linux::route::Family;
 
-use super::Written;
-use super::owner::{self, OwnedAddress, Record, Wanted};
-use crate::iptables::{Chains, Edit, Part, Rule, SearchFor};
+use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
+use super::{ForwardRules, Written};
+use crate::iptables::{Chains, Edit, Part, Rule, SearchFor, single_address};
 use crate::nft::RulePosition::{self, First, Last};
 use crate::owner::{AttachmentFilter, SelectedOwners, Untagged};
 
-mod removal;
 mod shape;
 #[cfg(test)]
 mod tests;
 
-use removal::Removal;
 pub use shape::ADMIN;
 use shape::{
-    ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_2, accept_rules, address_rules, commented_rule,
-    end_of_stage, isolation_rules, record_rule,
+    ADMIN_JUMP_COMMENT, FORWARD, ISOLATION_COMMENT, JUMP_COMMENT, STAGE_1, STAGE_2, accept_rules, address_rules,
+    commented_rule, end_of_stage, isolation_rules, record_rule, redirected_rule,
 };
-pub(crate) use shape::{CNI_FORWARD, OWNERS, STAGE_1, read_record};
+pub(crate) use shape::{CNI_FORWARD, OWNERS, read_record};
 
 /// Returns the records among these rules of [`OWNERS`].
 fn records_among(rules: &[Rule]) -> Vec<Record<Rule>> {
@@ -146,17 +145,14 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, copies: &[Rule]) {
     }
 }
 
-/// Returns the edit after which exactly `addresses` are the addresses of the attachment `owner`, in
-/// the family of `filter`. Removes the [stale records](Wanted::stale_records).
+/// Returns the edit after which the attachment has exactly the addresses of `rules`, in the family
+/// of `filter`. Removes the [stale records](Wanted::stale_records). Sets `written.replaced`.
+///
 /// Adds to `written.accepted_for_others` the addresses that are accepted but have no record: the Go
-/// plugin wrote these rules. Sets `written.replaced`.
-pub(super) fn ensure(
-    filter: &mut Chains<'_>,
-    owner: &str,
-    addresses: &[OwnedAddress],
-    admin_chain: &str,
-    written: &mut Written,
-) -> Result<Edit> {
+/// plugin wrote these rules.
+pub(super) fn ensure(filter: &mut Chains<'_>, rules: &ForwardRules, written: &mut Written) -> Result<Edit> {
+    let (owner, admin_chain) = (&owner::name(&rules.attachment), &rules.iptables_admin_chain);
+    let addresses = &rules.of_family(filter.family());
     let mut edit = Edit::new();
     for chain in required_chains(addresses, admin_chain).into_iter().chain([OWNERS]) {
         if !filter.has_chain(chain)? {
@@ -274,21 +270,32 @@ pub(super) fn purge(
     Ok(edit)
 }
 
-/// Returns a sentence for each chain or rule for `addresses` that is missing or in the wrong order;
-/// empty if none. Records are not checked, because Go does not write them.
-pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_chain: &str) -> Result<Vec<String>> {
+/// The result of a CHECK of one family, in one variant.
+pub(super) struct Checked {
+    /// A sentence for each chain or rule that is missing or in the wrong order.
+    pub(super) missing: Vec<String>,
+    /// Whether a rule accepts packets of one of the addresses.
+    pub(super) accepts_any: bool,
+}
+
+/// Checks the rules for the addresses of `rules`, in the family of `filter`. Records are not
+/// checked, because Go does not write them.
+pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Checked> {
+    let (addresses, admin_chain) = (&rules.of_family(filter.family()), &rules.iptables_admin_chain);
     let mut missing = Vec::new();
     for chain in required_chains(addresses, admin_chain) {
         if !filter.has_chain(chain)? {
             missing.push(format!("iptables chain {chain} is missing from table filter"));
         }
     }
+    let mut existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Compare)?;
+    let mut accepting = addresses.iter().flat_map(|owned| accept_rules(owned.address));
+    let accepts_any = accepting.any(|words| !existing.find(CNI_FORWARD, &words).is_empty());
     if !missing.is_empty() {
-        return Ok(missing);
+        return Ok(Checked { missing, accepts_any });
     }
     let jumps = find_jumps(filter)?;
     let first_target = jumps.first().and_then(Rule::target).map(str::to_owned);
-    let mut existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Compare)?;
     existing.add(FORWARD, jumps);
     let mut required = vec![(FORWARD, commented_rule(&[], JUMP_COMMENT, CNI_FORWARD))];
     if isolates(addresses) {
@@ -303,12 +310,111 @@ pub(super) fn check(filter: &mut Chains<'_>, addresses: &[OwnedAddress], admin_c
     if isolates(addresses) && missing.is_empty() && first_target.as_deref() != Some(STAGE_1) {
         missing.push(format!("iptables chain {FORWARD} leads to {CNI_FORWARD} before {STAGE_1}: nothing is isolated"));
     }
-    Ok(missing)
+    Ok(Checked { missing, accepts_any })
 }
 
-/// Whether [`CNI_FORWARD`] has a rule that accepts packets of one of the addresses.
-pub(super) fn accepts_any(filter: &mut Chains<'_>, addresses: &[IpAddr]) -> Result<bool> {
-    let accepting: BTreeSet<Vec<String>> = addresses.iter().flat_map(|address| accept_rules(*address)).collect();
-    let rules = find_rules_of(filter, CNI_FORWARD, addresses.iter().copied(), None, SearchFor::Compare)?;
-    Ok(rules.iter().any(|rule| rule.whole && accepting.contains(&rule.words)))
+/// The records and addresses whose rules are removed.
+#[derive(Clone, Copy, Default)]
+struct Removal<'r> {
+    /// Rules of [`OWNERS`], with all copies of each.
+    records: &'r [&'r Record<Rule>],
+    /// Further addresses, of either family, whose rules may have no record.
+    unrecorded_addresses: &'r [IpAddr],
+    /// Addresses that keep their rules even if a removed record names them.
+    staying: &'r [OwnedAddress],
+    /// Addresses that keep their accepting rules, and whose isolation is unknown: the Go plugin may
+    /// have written the rules, and it writes no records.
+    accepted_for_others: &'r [IpAddr],
+}
+
+impl Removal<'_> {
+    /// Adds to `edit` the removal of the records, and of the rules of their addresses and of the
+    /// unrecorded ones, and the isolation rules, that no other record and no address in `staying`
+    /// or `accepted_for_others` requires.
+    fn add_to(&self, edit: &mut Edit, filter: &mut Chains<'_>) -> Result<()> {
+        let candidates = self.candidates(filter.family());
+        if candidates.is_empty() {
+            return Ok(());
+        }
+        let mut rules_for_candidates =
+            |chain| find_rules_of(filter, chain, candidates.iter().copied(), None, SearchFor::Compare);
+        let (accepting, records) = (rules_for_candidates(CNI_FORWARD)?, rules_for_candidates(OWNERS)?);
+        let unneeded = self.unneeded_rules(&candidates, &records);
+        for rule in accepting.iter().filter(|rule| rule.whole && unneeded.contains(&rule.words)) {
+            edit.delete(CNI_FORWARD, rule);
+        }
+        for record in self.records {
+            edit.delete(OWNERS, &record.rule);
+        }
+        // Without this chain nothing is isolated, and the other records need not be read.
+        if filter.has_chain(STAGE_1)? {
+            let remaining = self.remaining(filter.rules(OWNERS)?);
+            end_isolation(filter, edit, &remaining, &unneeded)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the addresses of one family that may lose their accepting rules: those of the
+    /// records, and the unrecorded ones.
+    fn candidates(&self, family: Family) -> BTreeSet<IpAddr> {
+        let unrecorded = self.unrecorded_addresses.iter().copied().filter(|address| Family::of(*address) == family);
+        unrecorded.chain(self.records.iter().map(|record| record.owned.address)).collect()
+    }
+
+    /// Returns the accepting rules of the candidates, except those that an address with an owner
+    /// requires, and those that `accepted_for_others` keeps. `records` are all rules of [`OWNERS`]
+    /// for the candidates.
+    fn unneeded_rules(&self, candidates: &BTreeSet<IpAddr>, records: &[Rule]) -> BTreeSet<Vec<String>> {
+        let rules_of = |address: &IpAddr| [&accept_rules(*address)[..], &[redirected_rule(*address)]].concat();
+        let mut unneeded: BTreeSet<Vec<String>> = candidates.iter().flat_map(rules_of).collect();
+        let required = self.remaining(records);
+        let kept = self.accepted_for_others.iter().flat_map(|address| accept_rules(*address));
+        for words in required.iter().flat_map(address_rules).chain(kept) {
+            unneeded.remove(&words);
+        }
+        unneeded
+    }
+
+    /// Returns the addresses that have an owner after the removal: `staying`, and those in other
+    /// records of `rules`, which are rules of [`OWNERS`].
+    fn remaining(&self, rules: &[Rule]) -> Vec<OwnedAddress> {
+        let removed: BTreeSet<&OwnedAddress> = self.records.iter().map(|record| &record.owned).collect();
+        let recorded = rules.iter().filter_map(read_record).filter(|owned| !removed.contains(owned));
+        self.staying.iter().cloned().chain(recorded).collect()
+    }
+}
+
+/// Adds to `edit` the removal of the isolation rules that no address in `remaining` requires. The
+/// caller removes the rules of [`CNI_FORWARD`] with the words in `removed`.
+///
+/// Removes nothing while [`CNI_FORWARD`] accepts an address without an owner: the Go plugin has
+/// attached that container, and the isolation that the container requires is unknown.
+fn end_isolation(
+    filter: &mut Chains<'_>,
+    edit: &mut Edit,
+    remaining: &[OwnedAddress],
+    removed: &BTreeSet<Vec<String>>,
+) -> Result<()> {
+    let known: BTreeSet<IpAddr> = remaining.iter().map(|owned| owned.address).collect();
+    for rule in filter.rules(CNI_FORWARD)? {
+        let Some(address) = single_address(rule, "-s").filter(|address| !known.contains(address)) else { continue };
+        let [_, accept_from] = accept_rules(address);
+        if rule.matches(&accept_from) && !removed.contains(&accept_from) {
+            return Ok(());
+        }
+    }
+    let required: BTreeSet<(&str, Vec<String>)> =
+        remaining.iter().flat_map(|owned| isolation_rules(&owned.ingress)).collect();
+    for (chain, interface_option) in [(STAGE_1, "-i"), (STAGE_2, "-o")] {
+        for rule in filter.rules(chain)? {
+            let Some(bridge) = rule.value(interface_option) else { continue };
+            let policies = [Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
+            // Other rules were written by another program.
+            let is_isolation = policies.iter().flat_map(isolation_rules).any(|(_, words)| rule.matches(&words));
+            if is_isolation && !required.contains(&(chain, rule.words.clone())) {
+                edit.delete(chain, rule);
+            }
+        }
+    }
+    Ok(())
 }

@@ -2,9 +2,9 @@
 
 use std::net::IpAddr;
 
-use cni::Cidr;
+use cni::{AttachmentId, Cidr};
 
-use super::super::owner::{self, Ingress, OwnedAddress};
+use super::super::owner::{Ingress, OwnedAddress};
 use crate::iptables::{Rule, single_address};
 
 /// The kernel's chain that every forwarded packet passes.
@@ -14,7 +14,7 @@ pub(crate) const CNI_FORWARD: &str = "CNI-FORWARD";
 /// The chain of the records, to which no rule leads.
 pub(crate) const OWNERS: &str = "CNI-FW-OWNERS";
 /// The chain for packets from isolated bridges.
-pub(crate) const STAGE_1: &str = "CNI-ISOLATION-STAGE-1";
+pub(super) const STAGE_1: &str = "CNI-ISOLATION-STAGE-1";
 /// The chain for packets that leave an isolated bridge: drops those to another isolated bridge.
 pub(super) const STAGE_2: &str = "CNI-ISOLATION-STAGE-2";
 /// The chain for the administrator's rules, unless the configuration names another one.
@@ -100,7 +100,7 @@ pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
 /// the nftables backend, decoded into words of iptables.
 pub(crate) fn read_record(rule: &Rule) -> Option<OwnedAddress> {
     let owner = rule.comment()?;
-    if rule.target().is_some() || !owner::is_name(owner) {
+    if rule.target().is_some() || AttachmentId::parse(owner).is_none() {
         return None;
     }
     // `value` returns `None` for a negated option, as `! -o BRIDGE` of the policy `same-bridge`.

@@ -43,7 +43,7 @@ fn gc_takes_time_in_proportion_to_the_addresses() {
 fn add_and_del_take_time_in_proportion_to_the_addresses() {
     let sizes = [200, 800].map(|count| addresses(count, |_| "c".to_owned()));
     let [few, many] = sizes.each_ref().map(|addresses| accepted(addresses));
-    let (owner, attachment) = ("cni:net/c/eth0", AttachmentId::new("net", "c", "eth0"));
+    let attachment = AttachmentId::new("net", "c", "eth0");
     let del = |saved: &str, addresses: &[OwnedAddress]| {
         let ips: Vec<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
         let filter = AttachmentFilter::for_del(&attachment, &ips);
@@ -53,7 +53,16 @@ fn add_and_del_take_time_in_proportion_to_the_addresses() {
     cni_testkit::assert_cost_below(8, || del(&few, &sizes[0]), || del(&many, &sizes[1]));
     let add = |saved: &str, addresses: &[OwnedAddress]| {
         let mut filter = Chains::of_text(Table::Filter, Family::V4, saved);
-        let edit = ensure(&mut filter, owner, addresses, ADMIN, &mut Written::default()).unwrap();
+        let rules = ForwardRules {
+            attachment: attachment.clone(),
+            addresses: addresses.iter().map(|owned| owned.address).collect(),
+            ingress: Ingress::Open,
+            accepts_redirected: false,
+            egress: None,
+            iptables_admin_chain: ADMIN.to_owned(),
+            nftables_admin_chain: None,
+        };
+        let edit = ensure(&mut filter, &rules, &mut Written::default()).unwrap();
         assert!(edit.deleted.is_empty() && !edit.rules.iter().any(|added| added.chain == OWNERS));
     };
     cni_testkit::assert_cost_below(8, || add(&few, &sizes[0]), || add(&many, &sizes[1]));
