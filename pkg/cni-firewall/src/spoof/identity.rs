@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use super::{CHAIN_PREFIX, COMMENT_PREFIX, MAC_SUFFIX, PLAIN_ID_MAX};
-use crate::nft::expr::{iifname, iifname_of, jump};
+use crate::nft::expr::{iifname, jump};
 use crate::nft::{Expr, Key, Listed, Rule, Verdict};
 use crate::owner::{OwnerTag, shortened};
 use cni_linux::error::{Cause, Error, Result};
@@ -113,11 +113,6 @@ impl SpoofOwner {
     /// Returns `<containerID>-<ifname>`, shortened if very long.
     pub fn id(&self) -> &str {
         &self.id.0
-    }
-
-    /// Returns the owner of a jump to the chain of this ID.
-    pub(super) fn of_jump(id: Id, jump: &Rule) -> SpoofOwner {
-        SpoofOwner { id, host_veth: iifname_of(&jump.exprs), tag: OwnerTag::of(jump) }
     }
 
     /// Whether GC of `network` removes the rules: their ID is not in `valid`, and either their tag

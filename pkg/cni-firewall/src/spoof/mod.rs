@@ -30,7 +30,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::engine;
-use super::nft::expr::{ether_saddr, ether_saddr_of};
+use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
 use super::nft::userdata::{self, comment_len, tag_len};
 use super::nft::{BaseChain, Batch, Chain, Expr, Family, Hook, Kind, Listed, Nft, Rule, Search, Table, Verdict};
 use super::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash};
@@ -130,26 +130,33 @@ impl IdRules {
         Ok(jumps.into_iter().map(|(id, jumps)| IdRules { chains: chains_of(&id), id, jumps }).collect())
     }
 
-    /// Adds the removal of these rules to `batch`.
+    /// Adds the removal of the rules of these IDs to `batch`, each rule and chain once: two IDs can
+    /// share a jump, which names one in its comment and leads to the chain of the other, or a
+    /// chain, which is the second chain of `ID` and the first one of `ID-mac`.
     fn delete_all<'a>(ids: impl IntoIterator<Item = &'a IdRules>, batch: &mut Batch) {
-        let (mut jumps, mut chains) = (BTreeSet::new(), BTreeMap::new());
+        // The chains are ordered by the lengths of their names. A chain jumps only to the one with
+        // its name and a suffix, which must be removed later: the kernel refuses to remove the
+        // target of a jump.
+        let (mut jump_handles, mut chains) = (BTreeSet::new(), BTreeSet::new());
         for rules in ids {
-            jumps.extend(rules.jumps.iter().map(|listed| listed.handle));
-            // A chain jumps only to the one with its name and a suffix, which is removed later: the
-            // kernel refuses to remove the target of a jump.
-            chains.extend(rules.chains.iter().map(|chain| ((chain.name.len(), chain.handle), &chain.name)));
+            jump_handles.extend(rules.jumps.iter().map(|listed| listed.handle));
+            chains.extend(rules.chains.iter().map(|chain| (chain.name.len(), &chain.name, chain.handle)));
         }
-        for handle in jumps {
+        for handle in jump_handles {
             batch.delete_rule(TABLE, PREROUTING, handle);
         }
-        for ((_, handle), name) in chains {
+        for (_, name, handle) in chains {
             batch.delete_chain(TABLE, name, handle);
         }
     }
 
     /// Returns the owner of each jump.
     fn owners(&self) -> impl Iterator<Item = SpoofOwner> {
-        self.jumps.iter().map(|listed| SpoofOwner::of_jump(self.id.clone(), &listed.rule))
+        self.jumps.iter().map(|Listed { rule, .. }| SpoofOwner {
+            id: self.id.clone(),
+            host_veth: iifname_of(&rule.exprs),
+            tag: OwnerTag::of(rule),
+        })
     }
 
     /// Returns the owner: that of the first jump with a tag.
@@ -217,7 +224,7 @@ impl SpoofCheck {
     /// # Errors
     /// The kernel refuses the check: [`Error::is_unsupported`] if it has no nf_tables for bridges.
     pub fn probe(&mut self) -> Result<()> {
-        if self.has_shared_chain()? {
+        if self.nft.has_base_chain(TABLE, PREROUTING, BASE)? {
             return Ok(());
         }
         let mut batch = Batch::new();
@@ -339,7 +346,7 @@ impl SpoofCheck {
         let id = Id::new(container_id, ifname);
         let mut differences = Vec::new();
         let jump = id.jump(host_veth)?;
-        if !self.has_shared_chain()? {
+        if !self.nft.has_base_chain(TABLE, PREROUTING, BASE)? {
             differences.push(format!(
                 "nft chain {TABLE} {PREROUTING} is missing, or is not of type filter, hook prerouting, priority -300"
             ));
@@ -363,12 +370,6 @@ impl SpoofCheck {
             });
         }
         Ok(differences)
-    }
-
-    /// Whether PREROUTING, the chain that all attachments share, exists with the hook that the
-    /// rules need.
-    fn has_shared_chain(&mut self) -> Result<bool> {
-        self.nft.has_base_chain(TABLE, PREROUTING, BASE)
     }
 }
 
