@@ -159,7 +159,8 @@ pub fn check_forwarding(link: &Link, family: Family) -> Result<()> {
 /// `link`, or `None` if the host forwards them.
 ///
 /// # Errors
-/// A sysctl cannot be read, for example because the kernel has no IPv6.
+/// A sysctl cannot be read, for example because the kernel has no IPv6, or the link no IPv4: its
+/// MTU is too small for that.
 pub fn disabled_forwarding(link: &Link, family: Family) -> Result<Option<String>> {
     // In IPv6 the kernel decides by the value of all links, in IPv4 by that of the link:
     // `ip_forward` only writes the latter for all, and systemd-networkd can set single links while
@@ -168,12 +169,14 @@ pub fn disabled_forwarding(link: &Link, family: Family) -> Result<Option<String>
         return Ok(None);
     }
     let for_all_links = forwarding_sysctl(family);
-    let is_on = sysctl::read(for_all_links)? != "0";
-    Ok(match family {
-        Family::V6 if is_on => None,
-        Family::V4 if is_on => Some(format!("net/ipv4/conf/{}/forwarding", link.name)),
-        Family::V4 | Family::V6 => Some(for_all_links.to_owned()),
-    })
+    if sysctl::read(for_all_links)? == "0" {
+        return Ok(Some(for_all_links.to_owned()));
+    }
+    if family == Family::V6 {
+        return Ok(None);
+    }
+    let of_link = format!("net/ipv4/conf/{}/forwarding", link.name);
+    Ok(if sysctl::read(&of_link)? == "0" { Some(of_link) } else { None })
 }
 
 /// Returns the position of CNI_IFNAME in `prev.interfaces`.
@@ -422,5 +425,24 @@ impl<'a, C> Check<'a, C> {
         });
         let duplicate = unusable.iter().find(|address| address.dad_failed);
         Ok(duplicate.or(unusable.first()).copied())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cni_linux::Netlink;
+    use cni_testkit::{in_new_netns, output};
+
+    #[test]
+    fn a_link_without_ipv4_has_no_forwarding_that_is_off() {
+        in_new_netns(|| {
+            output("ip link set lo mtu 60");
+            sysctl::write("net/ipv4/ip_forward", "1").unwrap();
+            let link = Netlink::open().unwrap().find_link("lo").unwrap().unwrap();
+            assert_eq!(link.ipv4, None);
+            let error = disabled_forwarding(&link, Family::V4).unwrap_err().to_string();
+            assert!(error.contains("failed to read") && error.contains("conf/lo/forwarding"), "{error}");
+        });
     }
 }
