@@ -3,7 +3,6 @@
 //! The order is: checks that can fail, the rules, the sysctl `route_localnet`, and the deletion of
 //! tracked connections that older rules for the same ports have mapped elsewhere.
 
-use cni::config::NetConf;
 use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::Call;
@@ -36,19 +35,15 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollbac
         PortMap::new(call.machine, call.notes.clone()).remove_stale(&forwarding);
         return Ok(());
     }
-    // Without a route to the container, 127.0.0.1 is not mapped, but other host addresses are.
-    let localnet_link = find_localnet_link(&forwarding).unwrap_or_else(|error| {
-        note_no_localnet(call, &error);
-        None
-    });
+    let blocking_link = find_link_without_localnet(call, &forwarding);
     // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
     write_rules(call, conf, &forwarding, rollback)?;
-    if let Some(link) = localnet_link.filter(|link| !routes_localnet(link)) {
+    if let Some(link) = blocking_link {
         // The rollback does not reset the sysctl: other attachments may share the interface, for
         // example a bridge.
         match sysctl::write(&localnet_key(&link), "1") {
             // The interface was deleted meanwhile, or has no IPv4.
-            Err(error) if error.is_not_found() => note_no_localnet(call, &error.into()),
+            Err(error) if error.is_not_found() => note_no_localnet(call, &error),
             Err(error) => return Err(Error::from(error).context("unable to enable route_localnet")),
             Ok(()) => {}
         }
@@ -122,40 +117,31 @@ pub(crate) fn container_addresses(ifname: &str, prev: &AddResult) -> Vec<Cidr> {
     [Family::V4, Family::V6].into_iter().filter_map(first_of_family).collect()
 }
 
-/// Returns the container's addresses in `prevResult`. Returns none without `prevResult`.
-///
-/// # Errors
-/// The error of a `prevResult` that cannot be read.
-pub(crate) fn known_addresses(conf: &NetConf, ifname: &str) -> Result<Vec<std::net::IpAddr>> {
-    let Some(prev) = conf.prev_result()? else { return Ok(Vec::new()) };
-    Ok(container_addresses(ifname, &prev).iter().map(Cidr::address).collect())
-}
-
 /// Prints a note that the loopback address is not mapped.
-pub(crate) fn note_no_localnet(call: &Call<'_>, error: &Error) {
+pub(crate) fn note_no_localnet(call: &Call<'_>, error: &cni_linux::Error) {
     call.notes.note(format_args!("portmap: route_localnet is not set, so 127.0.0.1 is not mapped: {error}"));
 }
 
-/// Returns the interface to the container. Its sysctl `route_localnet` must be 1 to map 127.0.0.1:
-/// otherwise the kernel does not send packets with a loopback address through it. `None` if no
-/// IPv4 port is mapped, the configuration excludes 127.0.0.1 with `"snat": false`, or the interface
-/// was deleted meanwhile.
+/// Returns the interface to the container if its sysctl `route_localnet` is off: then 127.0.0.1 is
+/// not mapped, because the kernel sends no packets with a loopback address through the interface.
+/// `None` if no IPv4 port is mapped, or the configuration excludes 127.0.0.1 with `"snat": false`.
 ///
-/// # Errors
-/// The kernel's error, for example if the host has no route to the container.
-pub(crate) fn find_localnet_link(forwarding: &Forwarding) -> Result<Option<Link>> {
+/// Also `None`, with a note, if the kernel cannot name the interface, for example because the host
+/// has no route to the container. Then only 127.0.0.1 is not mapped.
+pub(crate) fn find_link_without_localnet(call: &Call<'_>, forwarding: &Forwarding) -> Option<Link> {
     if forwarding.snat == Snat::No {
-        return Ok(None);
+        return None;
     }
-    let Some(request) = forwarding.families().find(|request| request.family == Family::V4) else { return Ok(None) };
-    let netlink = Netlink::open()?;
-    let index = netlink.outgoing_interface(request.container.address())?;
-    Ok(netlink.find_link_by_index(index)?)
-}
-
-/// Whether the link's sysctl `route_localnet` is on.
-pub(crate) fn routes_localnet(link: &Link) -> bool {
-    link.ipv4.is_some_and(|ipv4| ipv4.route_localnet)
+    let request = forwarding.families().find(|request| request.family == Family::V4)?;
+    let find_link = || {
+        let netlink = Netlink::open()?;
+        netlink.find_link_by_index(netlink.outgoing_interface(request.container.address())?)
+    };
+    let link = find_link().unwrap_or_else(|error| {
+        note_no_localnet(call, &error);
+        None
+    });
+    link.filter(|link| !link.ipv4.is_some_and(|ipv4| ipv4.route_localnet))
 }
 
 /// Returns the name of the link's sysctl `route_localnet`.
@@ -166,6 +152,7 @@ pub(crate) fn localnet_key(link: &Link) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cni::config::NetConf;
 
     #[test]
     fn addresses_without_a_known_interface_count_as_the_containers() {

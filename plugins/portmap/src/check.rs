@@ -28,18 +28,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         return Ok(());
     }
     check_rules(call, conf, &forwarding)?;
-    let link = match add::find_localnet_link(&forwarding) {
-        Ok(Some(link)) => link,
-        Ok(None) => return Ok(()),
-        // As in ADD: without a route to the container, no interface's sysctl can be checked.
-        Err(error) => {
-            add::note_no_localnet(call, &error);
-            return Ok(());
-        }
-    };
-    if add::routes_localnet(&link) {
-        return Ok(());
-    }
+    let Some(link) = add::find_link_without_localnet(call, &forwarding) else { return Ok(()) };
     // The kernel combines both by OR. kube-proxy sets the one for all interfaces.
     match sysctl::read(LOCALNET_OF_ALL) {
         Ok(value) if value == "1" => Ok(()),
@@ -49,7 +38,7 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
         }
         // As in ADD, which cannot set what /proc/sys does not have.
         Err(error) if error.is_not_found() => {
-            add::note_no_localnet(call, &error.into());
+            add::note_no_localnet(call, &error);
             Ok(())
         }
         Err(error) => Err(error.into()),

@@ -9,8 +9,10 @@
 //! The connections to nf_tables and iptables are closed last: closing one that has removed rules
 //! waits for an RCU grace period, part of which then passes during the other work.
 
-use cni::Result;
+use std::collections::BTreeSet;
+
 use cni::skel::Call;
+use cni::{Cidr, Error, Result};
 use cni_firewall::AttachmentFilter;
 use cni_firewall::owner::Untagged;
 use cni_firewall::portmap::{ClaimedPort, PortMap};
@@ -24,48 +26,38 @@ use crate::conf::Conf;
 /// # Errors
 /// Those of both backends, after everything that can be removed is removed.
 pub(crate) fn del(call: &Call<'_>) -> Result<()> {
-    let addresses = add::known_addresses(&call.conf, &call.ifname).unwrap_or_else(|error| {
+    let prev = call.conf.prev_result().unwrap_or_else(|error| {
         call.notes.note(format_args!("portmap: prevResult is not used: {error}"));
-        Vec::new()
+        None
     });
-    let attachment = call.attachment();
+    let containers = prev.map_or_else(Vec::new, |prev| add::container_addresses(&call.ifname, &prev));
+    let addresses: Vec<_> = containers.iter().map(Cidr::address).collect();
     // A flush or an earlier DEL may have removed the rules but not the tracked connections.
-    let mut configured_ports = Vec::new();
+    let mut configured_ports = BTreeSet::new();
     for mapping in Conf::valid_mappings(&call.conf) {
         configured_ports.extend(addresses.iter().filter_map(|address| mapping.claim(*address)));
     }
-    purge(
-        call,
-        configured_ports,
-        AttachmentFilter::One { attachment: &attachment, untagged: Untagged::ByFamily(&addresses) },
-    )
+    let attachment = call.attachment();
+    let filter = AttachmentFilter::One { attachment: &attachment, untagged: Untagged::ByFamily(&addresses) };
+    purge(call, configured_ports, filter)
 }
 
 /// Removes the rules of the selected attachments from both backends, even if one of them fails, and
 /// prints notes. Then deletes the tracked connections to the ports of the removed rules and to
-/// `claims`.
+/// `claims`, because the kernel would continue to map them. A failure to do so is only a note.
 ///
 /// # Errors
 /// Those of both removals, joined. The connections are deleted even after an error, because no
 /// later DEL can find the ports of the removed rules.
-pub(crate) fn purge(call: &Call<'_>, mut claims: Vec<ClaimedPort>, filter: AttachmentFilter<'_>) -> Result<()> {
+pub(crate) fn purge(call: &Call<'_>, mut claims: BTreeSet<ClaimedPort>, filter: AttachmentFilter<'_>) -> Result<()> {
     // Dropped at the end of the function; the head of this module says why.
     let portmap = PortMap::new(call.machine, call.notes.clone());
-    let removal = portmap.purge(filter);
-    claims.extend(removal.claims);
-    delete_connections(call, claims);
-    removal.outcome.map_err(cni::Error::from)
-}
-
-/// Deletes the tracked connections to these mapped ports, because the kernel would continue to map
-/// them. A failure is only a note.
-fn delete_connections(call: &Call<'_>, mut claims: Vec<ClaimedPort>) {
-    claims.sort();
-    claims.dedup();
-    if claims.is_empty() {
-        return;
+    let result = portmap.purge(filter, &mut claims);
+    if !claims.is_empty() {
+        let claims: Vec<ClaimedPort> = claims.into_iter().collect();
+        if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&claims, FlushScope::Own)) {
+            call.notes.note(format_args!("portmap: {error}"));
+        }
     }
-    if let Err(error) = Conntrack::open().and_then(|mut table| table.flush(&claims, FlushScope::Own)) {
-        call.notes.note(format_args!("portmap: {error}"));
-    }
+    result.map_err(Error::from)
 }

@@ -15,6 +15,8 @@ mod del;
 #[doc(hidden)]
 pub mod fuzzing;
 
+use std::collections::BTreeSet;
+
 use cni::config::{NetConf, ValidAttachments};
 use cni::json::{Json, UnknownKey};
 use cni::machine::OnSigterm;
@@ -81,7 +83,7 @@ impl Plugin for Portmap {
     /// Removes the rules of the network's attachments that are not in `valid`, then the tracked
     /// connections that were mapped to them.
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
-        del::purge(call, Vec::new(), AttachmentFilter::Garbage { network: call.conf.name(), valid })
+        del::purge(call, BTreeSet::new(), AttachmentFilter::Garbage { network: call.conf.name(), valid })
     }
 
     /// Fails with code 50 if the configured backend does not work on this host or, if none is

@@ -1,7 +1,7 @@
 //! Compiles `conditionsV4` and `conditionsV6`: extra matches in the syntax of iptables or of nft.
 //!
-//! [`ConditionSyntax::of`] decides which syntax it is, as Go does. [`compile`] compiles a subset
-//! of nft's; the rest needs the program `nft`. Conditions in the syntax of iptables are checked by
+//! [`syntax_of`] decides which syntax it is, as Go does. [`compile`] compiles a subset of nft's;
+//! the rest needs the program `nft`. Conditions in the syntax of iptables are checked by
 //! [`iptables::check_conditions`](crate::iptables::check_conditions).
 //!
 //! The subset, each match any number of times, in any order:
@@ -17,38 +17,22 @@ use std::net::IpAddr;
 
 use super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Reg};
 use super::Protocol;
+use crate::Backend;
 use cni_linux::route::Family;
 
-/// The syntax of conditions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ConditionSyntax {
-    /// Options of the program iptables.
-    Iptables,
-    /// The language of nft.
-    Nft,
-}
-
-impl ConditionSyntax {
-    /// Returns the syntax, which the beginning of the first string shows; `None` if there are no
-    /// conditions.
-    pub fn of(conditions: &[String]) -> Option<ConditionSyntax> {
-        let first = conditions.first()?;
-        Some(if first.starts_with(['-', '!']) { ConditionSyntax::Iptables } else { ConditionSyntax::Nft })
-    }
-}
-
-/// The part of a condition that could not be compiled.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unknown {
-    /// The first token that is not understood; empty if a token is missing at the end.
-    pub token: String,
+/// Returns the backend that has the syntax of these conditions: iptables if the first string begins
+/// as an option of its program does. `None` if there are no conditions.
+pub fn syntax_of(conditions: &[String]) -> Option<Backend> {
+    let first = conditions.first()?;
+    Some(if first.starts_with(['-', '!']) { Backend::Iptables } else { Backend::Nftables })
 }
 
 /// Compiles conditions in nft's syntax for one family.
 ///
 /// # Errors
-/// The first token that is not in the subset. The program `nft` may still understand it.
-pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, Unknown> {
+/// The first token that is not in the subset; empty if a token is missing at the end. The program
+/// `nft` may still understand it.
+pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, String> {
     let tokens: Vec<&str> = conditions.iter().flat_map(|condition| condition.split_whitespace()).collect();
     let mut reader = Reader { tokens: &tokens };
     let mut exprs = Vec::new();
@@ -83,13 +67,13 @@ impl<'w> Reader<'w> {
 
     /// Takes the next token and returns what `parse` makes of it. Fails with the token if `parse`
     /// returns `None`.
-    fn parse_next<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, Unknown> {
+    fn parse_next<T>(&mut self, parse: impl Fn(&str) -> Option<T>) -> Result<T, String> {
         let token = self.next();
-        parse(token).ok_or_else(|| Unknown { token: token.to_owned() })
+        parse(token).ok_or_else(|| token.to_owned())
     }
 
     /// Compiles the next condition.
-    fn condition(&mut self, family: Family) -> Result<Vec<Expr>, Unknown> {
+    fn condition(&mut self, family: Family) -> Result<Vec<Expr>, String> {
         let has_meta = self.skip_any(&["meta"]);
         let ip_keyword = match family {
             Family::V4 => "ip",
@@ -101,20 +85,17 @@ impl<'w> Reader<'w> {
             "oifname" => self.comparison(|reader| reader.interface(MetaKey::OIFNAME)),
             "mark" => self.mark(),
             _ if token == ip_keyword && !has_meta => {
-                let match_address: fn(IpAddr) -> Vec<Expr> = match self.next() {
-                    "saddr" => expr::saddr,
-                    "daddr" => expr::daddr,
-                    other => return Err(Unknown { token: other.to_owned() }),
-                };
+                let match_address: fn(IpAddr) -> Vec<Expr> = self.parse_next(|token| match token {
+                    "saddr" => Some(expr::saddr as _),
+                    "daddr" => Some(expr::daddr as _),
+                    _ => None,
+                })?;
                 self.comparison(|reader| reader.address(match_address, family))
             }
-            _ => {
-                // `Protocol::by_name` ignores case, nft does not.
-                match Protocol::by_name(token) {
-                    Some(protocol) if protocol.name() == token && !has_meta => self.source_port(protocol),
-                    _ => Err(Unknown { token: token.to_owned() }),
-                }
-            }
+            _ => match Protocol::ALL.into_iter().find(|protocol| protocol.name() == token) {
+                Some(protocol) if !has_meta => self.source_port(protocol),
+                _ => Err(token.to_owned()),
+            },
         }
     }
 
@@ -122,8 +103,8 @@ impl<'w> Reader<'w> {
     /// reads the value and returns the match for `==`.
     fn comparison(
         &mut self,
-        compile_equal: impl Fn(&mut Self) -> Result<Vec<Expr>, Unknown>,
-    ) -> Result<Vec<Expr>, Unknown> {
+        compile_equal: impl Fn(&mut Self) -> Result<Vec<Expr>, String>,
+    ) -> Result<Vec<Expr>, String> {
         let is_negated = self.skip_any(&["!=", "ne"]);
         if !is_negated {
             self.skip_any(&["==", "eq"]);
@@ -134,7 +115,7 @@ impl<'w> Reader<'w> {
 
     /// Compiles an interface name, with or without quotes. `eth*` matches all names that begin with
     /// `eth`; any other name is compared with the NULs that pad it in the kernel.
-    fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, Unknown> {
+    fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, String> {
         self.parse_next(|token| {
             let name = token.strip_prefix('"').and_then(|token| token.strip_suffix('"')).unwrap_or(token);
             let (beginning, is_whole) = match name.strip_suffix('*') {
@@ -155,7 +136,7 @@ impl<'w> Reader<'w> {
 
     /// Compiles an address or a prefix. `match_address`, which is [`expr::saddr`] or
     /// [`expr::daddr`], returns the match for one address.
-    fn address(&mut self, match_address: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, Unknown> {
+    fn address(&mut self, match_address: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, String> {
         self.parse_next(|token| {
             let (address, prefix) = match token.split_once('/') {
                 Some((address, prefix)) => (address, Some(prefix.parse::<u8>().ok()?)),
@@ -173,7 +154,7 @@ impl<'w> Reader<'w> {
     }
 
     /// Compiles the rest of `mark [& NUMBER] [==|!=] NUMBER`.
-    fn mark(&mut self) -> Result<Vec<Expr>, Unknown> {
+    fn mark(&mut self) -> Result<Vec<Expr>, String> {
         let mask = if self.skip_any(&["&", "and"]) { Some(self.parse_next(number)?) } else { None };
         self.comparison(|reader| {
             let value = reader.parse_next(number)?;
@@ -187,11 +168,8 @@ impl<'w> Reader<'w> {
     }
 
     /// Compiles the rest of `PROTOCOL sport [==|!=] PORT`.
-    fn source_port(&mut self, protocol: Protocol) -> Result<Vec<Expr>, Unknown> {
-        match self.next() {
-            "sport" => {}
-            other => return Err(Unknown { token: other.to_owned() }),
-        }
+    fn source_port(&mut self, protocol: Protocol) -> Result<Vec<Expr>, String> {
+        self.parse_next(|token| (token == "sport").then_some(()))?;
         self.comparison(|reader| {
             let port: u16 = reader.parse_next(|token| token.parse().ok())?;
             let mut exprs = expr::l4proto(protocol.number());
@@ -216,16 +194,16 @@ mod tests {
     use proptest::prelude::*;
 
     fn compiled(text: &str) -> Result<Vec<Expr>, String> {
-        compile(&[text.to_owned()], Family::V4).map_err(|unknown| unknown.token)
+        compile(&[text.to_owned()], Family::V4)
     }
 
     #[test]
     fn the_first_token_decides_the_dialect() {
-        let dialect = |text: &str| ConditionSyntax::of(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
-        assert_eq!(dialect("-s 10.0.0.0/8"), Some(ConditionSyntax::Iptables));
-        assert_eq!(dialect("! -s 10.0.0.0/8"), Some(ConditionSyntax::Iptables));
-        assert_eq!(dialect("ip saddr 10.0.0.0/8"), Some(ConditionSyntax::Nft));
-        assert_eq!(ConditionSyntax::of(&[]), None);
+        let dialect = |text: &str| syntax_of(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        assert_eq!(dialect("-s 10.0.0.0/8"), Some(Backend::Iptables));
+        assert_eq!(dialect("! -s 10.0.0.0/8"), Some(Backend::Iptables));
+        assert_eq!(dialect("ip saddr 10.0.0.0/8"), Some(Backend::Nftables));
+        assert_eq!(syntax_of(&[]), None);
     }
 
     #[test]

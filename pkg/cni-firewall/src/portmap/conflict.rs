@@ -96,6 +96,8 @@ enum Liveness {
 pub(super) struct ConflictSearch<'w> {
     /// What the ADD wants.
     pub(super) wanted: &'w Forwarding,
+    /// Its claims in both families.
+    claims: Vec<ClaimedPort>,
     /// The living container because of which [`decide_removal`](ConflictSearch::decide_removal) has
     /// failed.
     pub(super) held: Option<Holder>,
@@ -113,8 +115,8 @@ impl<'w> ConflictSearch<'w> {
     /// Returns a search that has found nothing, in the tables in which the ADD makes its rules.
     pub(super) fn new(wanted: &'w Forwarding, notes: Notes) -> ConflictSearch<'w> {
         let (remarks, routed_only_here) = Default::default();
-        let tables = SearchedTables::Written;
-        ConflictSearch { wanted, held: None, tables, notes, remarks, host: None, routed_only_here }
+        let (claims, tables) = (wanted.all_claims(), SearchedTables::Written);
+        ConflictSearch { wanted, claims, held: None, tables, notes, remarks, host: None, routed_only_here }
     }
 
     /// Begins the search of these tables, or begins it again, and forgets the remarks that were not
@@ -142,17 +144,45 @@ impl<'w> ConflictSearch<'w> {
         }
     }
 
-    /// Decides whether a rule of `holder` is removed. Adds a remark if the holder is dead or if
-    /// that is unknown.
+    /// Adds a remark for each of `older` that has a wanted port, unless the ADD ignores conflicts.
+    /// `older` are mappings of this container to other addresses. The ADD keeps them, because their
+    /// rules do not name an attachment.
+    pub(super) fn remark_older_mappings(&mut self, older: impl IntoIterator<Item = ClaimedPort>) {
+        if self.wanted.policy == Policy::Ignore {
+            return;
+        }
+        for older in older {
+            if self.is_wanted_port(&older) {
+                let address = older.container;
+                self.remark(format_args!(
+                    "{older} is mapped to {address} by older rules of this container, which may take precedence until \
+                     they are removed"
+                ));
+            }
+        }
+    }
+
+    /// Whether a packet to a wanted port can match this claim.
+    fn is_wanted_port(&self, claim: &ClaimedPort) -> bool {
+        self.claims.iter().any(|wanted| wanted.overlaps(claim))
+    }
+
+    /// Whether another container's mapping with this claim conflicts with the ADD: it has a wanted
+    /// port, or leads to the address of the ADD's container.
+    pub(super) fn conflicts_with(&self, claim: &ClaimedPort) -> bool {
+        self.is_wanted_port(claim) || self.wanted.is_container(claim.container.ip())
+    }
+
+    /// Decides whether the rule of `holder`, which [conflicts](ConflictSearch::conflicts_with) with
+    /// the ADD, is removed. Adds a remark if the holder is dead or if that is unknown.
     ///
     /// # Errors
     /// - [`Error::is_held`]: the holder is alive and has a wanted port, so the ADD must fail. The
     ///   holder is then in `held`.
     /// - The links cannot be read.
     pub(super) fn decide_removal(&mut self, holder: Holder) -> Result<bool> {
-        let wanted = self.wanted;
-        let has_wanted_port = wanted.all_claims().iter().any(|claim| claim.overlaps(&holder.claim));
-        let is_displaced = self.tables == SearchedTables::Written || wanted.is_container(holder.claim.container.ip());
+        let has_wanted_port = self.is_wanted_port(&holder.claim);
+        let address = holder.claim.container.ip();
         match self.liveness_of(&holder)? {
             Liveness::Alive if has_wanted_port => {
                 let error = Error::new("failed to map a host port", Cause::Held(holder.to_string()));
@@ -162,12 +192,23 @@ impl<'w> ConflictSearch<'w> {
             // The rule leads to the address of this container, which a container of another network
             // may have too. So the rule stays.
             Liveness::Alive => {}
-            Liveness::Dead if is_displaced => {
-                self.remark(holder.removal_remark(wanted));
+            Liveness::Dead if self.wanted.is_container(address) => {
+                self.remark(format_args!(
+                    "{holder}, which no longer exists: its rule was displaced, because {address} is now this \
+                     container's"
+                ));
                 return Ok(true);
             }
-            Liveness::Dead | Liveness::Unknown if has_wanted_port => self.remark(holder.port_taken_remark()),
-            Liveness::Dead | Liveness::Unknown => self.remark(holder.unknown_owner_remark()),
+            Liveness::Dead if self.tables == SearchedTables::Written => {
+                self.remark(format_args!("{holder}, which no longer exists: its rule was displaced"));
+                return Ok(true);
+            }
+            Liveness::Dead | Liveness::Unknown if has_wanted_port => {
+                self.remark(format_args!("{holder} already, and that rule may take precedence until it is removed"))
+            }
+            Liveness::Dead | Liveness::Unknown => self.remark(format_args!(
+                "{holder}, which may still exist: the rule was not removed, and may lead to this container"
+            )),
         }
         Ok(false)
     }
@@ -210,7 +251,7 @@ impl<'w> ConflictSearch<'w> {
         if let Some(known) = self.routed_only_here.get(&address) {
             return *known;
         }
-        let is_only_here = self.all_routes_use(address, &self.wanted.links).unwrap_or(false);
+        let is_only_here = self.all_routes_use_links(address).unwrap_or(false);
         self.routed_only_here.insert(address, is_only_here);
         is_only_here
     }
@@ -221,32 +262,25 @@ impl<'w> ConflictSearch<'w> {
         Ok(self.host()?.find_host_end(attachment)?.map(|link| link.name))
     }
 
-    /// Whether packets to this address can leave the host by these interfaces only: in every
-    /// routing table that has a non-default route to the address, the most specific routes use
-    /// these interfaces. False if no table has such a route.
-    fn all_routes_use(&mut self, address: IpAddr, links: &[String]) -> Result<bool> {
+    /// Whether packets to this address can leave the host by interfaces of the ADD's attachment
+    /// only: in every routing table that has a non-default route to the address, the most specific
+    /// routes use these interfaces. False if no table has such a route.
+    fn all_routes_use_links(&mut self, address: IpAddr) -> Result<bool> {
+        let links = &self.wanted.links;
         let host = self.host()?;
         let mut link_indices = Vec::new();
         for name in links {
             link_indices.extend(host.find_link(name)?.map(|link| link.index));
         }
-        // By routing table: the longest prefix so far, and whether all routes with it use the
-        // links.
-        let mut longest_by_table: BTreeMap<u32, (u8, bool)> = BTreeMap::new();
-        for route in host.list_all_routes(Family::of(address))? {
-            let prefix = route.dst.prefix();
-            if prefix == 0 || !route.dst.contains(address) {
-                continue;
-            }
-            let uses_links = link_indices.contains(&route.oif);
-            let (longest, all_use_links) = longest_by_table.entry(route.table_id()).or_insert((prefix, uses_links));
-            if prefix > *longest {
-                (*longest, *all_use_links) = (prefix, uses_links);
-            } else if prefix == *longest {
-                *all_use_links &= uses_links;
-            }
+        let mut routes = host.list_all_routes(Family::of(address))?;
+        routes.retain(|route| route.dst.prefix() > 0 && route.dst.contains(address));
+        let mut longest_by_table: BTreeMap<u32, u8> = BTreeMap::new();
+        for route in &routes {
+            let longest = longest_by_table.entry(route.table_id()).or_default();
+            *longest = route.dst.prefix().max(*longest);
         }
-        Ok(!longest_by_table.is_empty() && longest_by_table.values().all(|(_, all_use_links)| *all_use_links))
+        routes.retain(|route| longest_by_table.get(&route.table_id()) == Some(&route.dst.prefix()));
+        Ok(!routes.is_empty() && routes.iter().all(|route| link_indices.contains(&route.oif)))
     }
 
     /// Returns the connection to the kernel, which is opened when it is first needed.
@@ -264,25 +298,5 @@ impl Holder {
     fn attachment(&self) -> Option<AttachmentId> {
         let Marked { network, container_id, ifname } = self.alias.as_deref().and_then(AttachmentId::parse)?;
         Some(AttachmentId::new(network, container_id?, ifname))
-    }
-
-    /// Returns the remark about a dead container's rule that is removed.
-    fn removal_remark(&self, wanted: &Forwarding) -> String {
-        let address = self.claim.container.ip();
-        if wanted.is_container(address) {
-            format!("{self}, which no longer exists: its rule was displaced, because {address} is now this container's")
-        } else {
-            format!("{self}, which no longer exists: its rule was displaced")
-        }
-    }
-
-    /// Returns the remark about another container's rule for a wanted port that stays.
-    fn port_taken_remark(&self) -> String {
-        format!("{self} already, and that rule may take precedence until it is removed")
-    }
-
-    /// Returns the remark about a rule that leads to this container's address and stays.
-    fn unknown_owner_remark(&self) -> String {
-        format!("{self}, which may still exist: the rule was not removed, and may lead to this container")
     }
 }

@@ -73,16 +73,6 @@ impl From<Error> for Refusal {
     }
 }
 
-/// The outcome of a removal in both backends.
-#[derive(Debug)]
-pub struct Removal {
-    /// The claims of all rules that were found, even if a removal failed. The caller must delete
-    /// their tracked connections now: a repeated removal does not find removed rules again.
-    pub claims: BTreeSet<ClaimedPort>,
-    /// Fails with the errors of all removals that failed.
-    pub outcome: Result<()>,
-}
-
 impl<'m> PortMap<'m> {
     /// Returns a value that has not opened anything yet; `notes` receives remarks for the operator.
     pub fn new(machine: &'m dyn Machine, notes: Notes) -> PortMap<'m> {
@@ -123,21 +113,22 @@ impl<'m> PortMap<'m> {
         };
         let has_fallback = backend.is_none() && chosen == Backend::Iptables;
         let families = || wanted.families().map(|request| request.family);
-        match self.ensure_in(chosen, wanted, changed) {
+        let error = match self.ensure_in(chosen, wanted, changed) {
             Err(Refusal::Failed(error) | Refusal::Unusable { error, .. })
                 if has_fallback && self.store.only_nftables_works(&error, families()) =>
             {
-                self.note(format_args!("nftables is used, because iptables does not work: {error}"));
-                // Removes the rules of the family in which iptables has not failed.
-                if changed.take().is_some()
-                    && let Err(error) = self.undo(wanted, Backend::Iptables)
-                {
-                    self.store.notes.note(format_args!("rollback: failed to remove the host ports: {error}"));
-                }
-                self.ensure_in(Backend::Nftables, wanted, changed)
+                error
             }
-            result => result,
+            result => return result,
+        };
+        self.note(format_args!("nftables is used, because iptables does not work: {error}"));
+        // Removes the rules of the family in which iptables has not failed.
+        if changed.take().is_some()
+            && let Err(error) = self.undo(wanted, Backend::Iptables)
+        {
+            self.store.notes.note(format_args!("rollback: failed to remove the host ports: {error}"));
         }
+        self.ensure_in(Backend::Nftables, wanted, changed)
     }
 
     /// Does [`ensure`](PortMap::ensure) in this backend.
@@ -229,10 +220,15 @@ impl<'m> PortMap<'m> {
 
     /// Removes the rules of the selected attachments from both backends, even if one of them fails.
     /// Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, filter: AttachmentFilter<'_>) -> Removal {
-        let mut claims = BTreeSet::new();
-        let results = [nft::purge(&self.store, filter, &mut claims), iptables::purge(&self.store, filter, &mut claims)];
-        Removal { claims, outcome: Error::join(results.into_iter().filter_map(Result::err)) }
+    ///
+    /// Adds the claims of all rules that were found to `claims`, even on an error. The caller must
+    /// delete their tracked connections now: a repeated removal does not find removed rules again.
+    ///
+    /// # Errors
+    /// Those of both removals, joined.
+    pub fn purge(&self, filter: AttachmentFilter<'_>, claims: &mut BTreeSet<ClaimedPort>) -> Result<()> {
+        let results = [nft::purge(&self.store, filter, claims), iptables::purge(&self.store, filter, claims)];
+        Error::join(results.into_iter().filter_map(Result::err))
     }
 
     /// Returns a sentence for each difference from the rules that [`ensure`](PortMap::ensure)
@@ -279,15 +275,15 @@ impl Mapping {
     /// Whether one packet could match both this mapping and `other`, if the container has an
     /// address in both families.
     pub fn overlaps(&self, other: &Mapping) -> bool {
-        // Only the family of the container's address matters here, so any address will do.
-        for container in [IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)] {
-            if let (Some(own_claim), Some(other_claim)) = (self.claim(container), other.claim(container))
-                && own_claim.overlaps(&other_claim)
-            {
-                return true;
-            }
-        }
-        false
+        self.host_ports().any(|own| other.host_ports().any(|other| own.overlaps(&other)))
+    }
+
+    /// Returns the host port in each family, as a claim with a fixed container address and port.
+    /// Two mappings have the same host port if they have an equal one.
+    pub fn host_ports(&self) -> impl Iterator<Item = ClaimedPort> {
+        let mapping = Mapping { container_port: 0, ..*self };
+        let fixed_addresses = [IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)];
+        fixed_addresses.into_iter().filter_map(move |container| mapping.claim(container))
     }
 
     /// Returns the claim of this mapping for a container with this address; `None` if the mapping's
@@ -354,14 +350,6 @@ pub struct Forwarding {
 }
 
 impl Forwarding {
-    /// Returns the extra matches of one family.
-    pub(crate) fn conditions(&self, family: Family) -> &[String] {
-        match family {
-            Family::V4 => &self.conditions_v4,
-            Family::V6 => &self.conditions_v6,
-        }
-    }
-
     /// Returns the request for each family in which a port is mapped.
     pub fn families(&self) -> impl Iterator<Item = FamilyRequest<'_>> {
         self.families_with_address().filter(|request| !request.claims.is_empty())
@@ -410,18 +398,11 @@ pub struct FamilyRequest<'w> {
 impl<'w> FamilyRequest<'w> {
     /// Returns the extra matches.
     pub(crate) fn conditions(&self) -> &'w [String] {
-        self.wanted.conditions(self.family)
+        match self.family {
+            Family::V4 => &self.wanted.conditions_v4,
+            Family::V6 => &self.wanted.conditions_v6,
+        }
     }
-}
-
-/// Returns the remark about `older`, an existing mapping of this container to another address. The
-/// ADD keeps the mapping, because its rule does not name an attachment.
-fn older_mapping_remark(older: &ClaimedPort) -> String {
-    let address = older.container;
-    format!(
-        "{older} is mapped to {address} by older rules of this container, which may take precedence until they are \
-         removed"
-    )
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use cni::json::Json;
 use cni::{Error, Result};
 use cni_firewall::Backend;
 use cni_firewall::iptables::{CHAIN_NAME_MAX, check_conditions, is_chain_name};
-use cni_firewall::portmap::conditions::ConditionSyntax;
+use cni_firewall::portmap::conditions::syntax_of;
 use cni_firewall::portmap::{ClaimedPort, Mapping, Policy, Protocol, SetMark, Snat};
 use serde::Deserialize;
 
@@ -93,9 +93,9 @@ impl Conf {
             let refused = |token: &str| {
                 Error::config(format!("{key}: {token:?} is not allowed: conditions may only contain matches"))
             };
-            match ConditionSyntax::of(conditions) {
-                Some(ConditionSyntax::Iptables) => check_conditions(conditions).map_err(|token| refused(&token))?,
-                Some(ConditionSyntax::Nft) => check_nft(conditions).map_err(|token| refused(&token))?,
+            match syntax_of(conditions) {
+                Some(Backend::Iptables) => check_conditions(conditions).map_err(|token| refused(&token))?,
+                Some(Backend::Nftables) => check_nft(conditions).map_err(|token| refused(&token))?,
                 None => {}
             }
         }
@@ -193,30 +193,20 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
         None if !name.is_empty() => return Err(Error::config(format!("unrecognized backend {name:?}"))),
         backend => backend,
     };
-    let (mut for_iptables, mut for_nft) = (Vec::new(), Vec::new());
-    if external_chain.is_some() {
-        for_iptables.push("externalSetMarkChain");
-    }
-    for (key, conditions) in [("conditionsV4", v4), ("conditionsV6", v6)] {
-        match ConditionSyntax::of(conditions) {
-            Some(ConditionSyntax::Iptables) => for_iptables.push(key),
-            Some(ConditionSyntax::Nft) => for_nft.push(key),
-            None => {}
-        }
-    }
+    // The configured options that only one backend has.
+    let options = [
+        ("externalSetMarkChain", external_chain.map(|_| Backend::Iptables)),
+        ("conditionsV4", syntax_of(v4)),
+        ("conditionsV6", syntax_of(v6)),
+    ];
+    let options_of = |backend: Backend| {
+        let names = options.iter().filter(|(_, of)| *of == Some(backend)).map(|(name, _)| *name);
+        names.collect::<Vec<&str>>()
+    };
     // Go's plugin chooses by what the host has, and then refuses options of the other backend.
-    let implied = if !for_iptables.is_empty() {
-        Some(Backend::Iptables)
-    } else if !for_nft.is_empty() {
-        Some(Backend::Nftables)
-    } else {
-        None
-    };
+    let implied = [Backend::Iptables, Backend::Nftables].into_iter().find(|backend| !options_of(*backend).is_empty());
     let Some(chosen) = configured.or(implied) else { return Ok(None) };
-    let (other, options_of_other) = match chosen {
-        Backend::Iptables => (Backend::Nftables, for_nft),
-        Backend::Nftables => (Backend::Iptables, for_iptables),
-    };
+    let (other, options_of_other) = (chosen.other(), options_of(chosen.other()));
     if options_of_other.is_empty() {
         return Ok(Some(chosen));
     }
@@ -316,23 +306,15 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
         })?;
         // A map is used because comparing all pairs would take quadratic time in the number of
         // mappings, which the pod's author chooses.
-        let earlier = comparable_claims(&mapping).filter_map(|claim| claimed.get(&claim).copied()).min();
+        let earlier = mapping.host_ports().filter_map(|claim| claimed.get(&claim).copied()).min();
         if let Some(earlier) = earlier {
             let msg = format!("portMappings[{index}] requests the same host port as portMappings[{earlier}]");
             return Err(Error::config(format!("{msg}: {} port {}", mapping.protocol, mapping.host_port)));
         }
-        claimed.extend(comparable_claims(&mapping).map(|claim| (claim, index)));
+        claimed.extend(mapping.host_ports().map(|claim| (claim, index)));
         mappings.push(mapping);
     }
     Ok(mappings)
-}
-
-/// Returns the host port of a mapping in each family, as a [`ClaimedPort`] with a fixed container
-/// address and port. Two mappings request the same host port if they have an equal value.
-fn comparable_claims(mapping: &Mapping) -> impl Iterator<Item = ClaimedPort> {
-    let fixed_addresses = [IpAddr::from([127, 0, 0, 1]), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1])];
-    let mapping = Mapping { container_port: 0, ..*mapping };
-    fixed_addresses.into_iter().filter_map(move |container| mapping.claim(container))
 }
 
 /// Checks one mapping.

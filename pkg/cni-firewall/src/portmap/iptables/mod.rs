@@ -13,22 +13,19 @@
 use cni::machine::OnSigterm;
 
 use super::conflict::{ConflictSearch, SearchedTables};
-use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, SetMark, Snat, older_mapping_remark};
+use super::{ClaimedPort, FamilyRequest, Forwarding, Policy};
 use crate::engine::Store;
 use crate::iptables::{Chains, Edit, FAMILIES, JumpSearch, Part, Rule, SearchFor, Variant, program_prefix};
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
-mod others;
 mod removal;
 pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-use others::plan_displacement;
-pub(super) use others::search_other_tables;
-pub(super) use removal::purge;
-use removal::{can_match_any, delete_section, delete_sections};
+use removal::{can_match_any, delete_section, plan_displacement};
+pub(super) use removal::{purge, search_other_tables};
 use shape::{DNAT, Jump, MASQ, SETMARK, Section};
 
 /// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
@@ -98,9 +95,7 @@ fn plan_family(
         plan_displacement(nat, request, &candidate_jumps, search, &mut edit)?;
     }
     plan_shared_rules(nat, request.wanted, &mut edit)?;
-    for older in plan_own_rules(nat, request, &candidate_jumps, host_link, &mut edit)? {
-        search.remark(older_mapping_remark(&older));
-    }
+    search.remark_older_mappings(plan_own_rules(nat, request, &candidate_jumps, host_link, &mut edit)?);
     Ok(edit)
 }
 
@@ -118,21 +113,6 @@ fn is_own(section: &Section, wanted: &Forwarding) -> bool {
     }
 }
 
-/// Returns the rules that all containers share, each after the name of its chain.
-fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, shape::RuleWords)> {
-    let mut rules = Vec::new();
-    if let SetMark::Bit(bit) = &wanted.set_mark
-        && wanted.snat != Snat::No
-    {
-        rules.push((SETMARK, shape::set_mark_rule(*bit)));
-        rules.push((MASQ, shape::masquerade_rule(*bit)));
-        rules.push(("POSTROUTING", shape::masquerade_entry_rule()));
-    }
-    rules.push(("PREROUTING", shape::entry_rule()));
-    rules.push(("OUTPUT", shape::entry_rule()));
-    rules
-}
-
 /// Returns the rules of a shared chain with these words: more than one if there are duplicates.
 fn find_shared_rule(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Result<Vec<Rule>> {
     // The target is the last word, or MARK before its option.
@@ -142,7 +122,7 @@ fn find_shared_rule(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Resu
 
 /// Plans the shared chains and rules that are missing, and the removal of duplicates.
 fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit) -> Result<()> {
-    let rules = shared_rules(wanted);
+    let rules = shape::shared_rules(wanted);
     for chain in [SETMARK, MASQ, DNAT] {
         let is_used = chain == DNAT || rules.iter().any(|(name, _)| *name == chain);
         if is_used && !nat.has_chain(chain)? {
@@ -170,8 +150,8 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
 /// existing ones. Jumps with conditions are always replaced. `candidate_jumps` contains all rules
 /// of [`DNAT`] that jump to the container's chain.
 ///
-/// Returns the mappings of the ports to another address of the container, by rules of Go's plugin
-/// that stay before the new rules; none with [`Policy::Ignore`].
+/// Returns the mappings to other addresses of the container, by rules of Go's plugin that stay
+/// before the new rules.
 fn plan_own_rules(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
@@ -203,9 +183,8 @@ fn plan_own_rules(
     }
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     plan_jumps(request, &jumps, &claims_of_others, edit);
-    let by_go = others.iter().filter(|section| section.marker.is_none()).flat_map(|section| section.claims());
-    let is_older = |older: &ClaimedPort| request.claims.iter().any(|claim| claim.overlaps(older));
-    Ok(if wanted.policy == Policy::Ignore { Vec::new() } else { by_go.filter(is_older).collect() })
+    let by_go = others.iter().filter(|section| section.marker.is_none());
+    Ok(by_go.flat_map(|section| section.claims()).collect())
 }
 
 /// Plans the jumps to the container's chain: adds those that are not among `existing`, and removes
@@ -217,9 +196,7 @@ fn plan_jumps(request: &FamilyRequest<'_>, existing: &[&Rule], claims_of_others:
     for words in shape::jump_rules(request.wanted, conditions) {
         // Conditions cannot be compared, because the kernel can return them in a form that differs
         // from the configuration: a jump with conditions is always replaced.
-        let position =
-            if conditions.is_empty() { unmatched.iter().position(|jump| jump.matches(&words)) } else { None };
-        match position {
+        match unmatched.iter().position(|jump| conditions.is_empty() && jump.matches(&words)) {
             // Removes one jump only: duplicates of a wanted jump stay in the list.
             Some(position) => {
                 unmatched.remove(position);
@@ -244,8 +221,7 @@ fn candidate_jumps(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<
     nat.find_jumps(DNAT, JumpSearch { ports: &ports, target: &chain, address, keys_of })
 }
 
-/// Returns the rules of [`DNAT`] that jump to `chain`. Reads [`DNAT`] only once, because rules are
-/// only appended to it.
+/// Returns the rules of [`DNAT`] that jump to `chain`.
 fn jumps_to(nat: &mut Chains<'_>, chain: &str) -> Result<Vec<Rule>> {
     let keys_of = shape::jump_keys_in(nat.family());
     let mut jumps = nat.find_jumps(DNAT, JumpSearch { ports: &[], target: chain, address: None, keys_of })?;
@@ -263,18 +239,15 @@ pub(super) fn check(store: &Store<'_>, wanted: &Forwarding) -> Result<Option<Vec
     let mut iptables = store.open(OnSigterm::Kill)?;
     let (mut is_found, mut differences) = (false, Vec::new());
     for request in wanted.families() {
-        let mut shortest: Option<Vec<String>> = None;
+        let mut by_variant = Vec::new();
         for variant in iptables.variants_to_search(request.family, &[&chain])? {
             let mut nat = iptables.read(request.family, variant)?;
-            if !nat.has_chain(&chain)? {
-                continue;
-            }
-            let found = differences_in(&mut nat, &request)?;
-            if shortest.as_ref().is_none_or(|shortest| found.len() < shortest.len()) {
-                shortest = Some(found);
+            if nat.has_chain(&chain)? {
+                by_variant.push(differences_in(&mut nat, &request)?);
             }
         }
-        is_found |= shortest.is_some();
+        is_found |= !by_variant.is_empty();
+        let shortest = by_variant.into_iter().min_by_key(Vec::len);
         let found = shortest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
         let name = program_prefix(request.family);
         differences.extend(found.into_iter().map(|difference| format!("{name}: {difference}")));
@@ -299,7 +272,7 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
     let FamilyRequest { wanted, container, claims, .. } = request;
     let mut differences = Vec::new();
     let chain = shape::chain_name(&wanted.attachment);
-    for (shared_chain, words) in shared_rules(wanted) {
+    for (shared_chain, words) in shape::shared_rules(wanted) {
         if find_shared_rule(nat, shared_chain, &words)?.is_empty() {
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
         }
@@ -323,9 +296,8 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
             differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
         }
         // The first rule for the port takes precedence, even if it leads to another address.
-        if let Some(first) = shape::first_overlapping_claim(chain_rules, claim)
-            && unmarked_claims.contains(&first)
-        {
+        let first = chain_rules.iter().filter_map(shape::read_claim).find(|found| found.overlaps(claim));
+        if let Some(first) = first.filter(|first| unmarked_claims.contains(first)) {
             differences
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));
         }

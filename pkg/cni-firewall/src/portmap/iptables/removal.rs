@@ -1,21 +1,32 @@
-//! Removes the rules of an attachment or of a network, and keeps those that other attachments need.
+//! Plans the removal of rules: those of the selected attachments, and for an ADD those of dead
+//! containers that are for a wanted port or lead to the ADD's container. Keeps the rules that other
+//! attachments need.
 //!
 //! A container's chain consists of [`Section`]s, mostly one for each attachment. The jumps to the
 //! chain are not part of them.
 
 use std::collections::BTreeSet;
 
-use super::super::ClaimedPort;
-use super::jumps_to;
+use cni::machine::OnSigterm;
+
+use super::super::conflict::{ConflictSearch, SearchedTables};
+use super::super::{ClaimedPort, FamilyRequest, Holder};
 use super::shape::{self, DNAT, Jump, SNAT, Section};
+use super::{candidate_jumps, jumps_to};
+use crate::Backend;
 use crate::engine::Store;
-use crate::iptables::{Chain, Chains, Edit, Rule};
+use crate::iptables::{Chain, Chains, Edit, Iptables, Rule, Variant, variant_prefix};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
-use cni_linux::error::Result;
+use cni_linux::error::{Error, Result};
 
 /// The network and the container ID from the comment of a jump.
 type JumpOwner<'j> = (&'j str, &'j str);
+
+/// Returns the owner that a jump's comment names, if it names one.
+fn jump_owner(jump: &Rule) -> Option<JumpOwner<'_>> {
+    shape::read_comment(jump.comment()?)
+}
 
 /// Removes the rules of the selected attachments, in both families and variants. Adds the claims of
 /// these rules to `claims` even if the removal fails. Starts no process if netlink finds
@@ -36,9 +47,7 @@ pub(in super::super) fn purge(
         AttachmentFilter::One { attachment, untagged } => {
             let chains = [shape::chain_name(attachment), shape::snat_chain_name(attachment)];
             store.purge_in_iptables(filter, &chains.each_ref().map(String::as_str), |nat| {
-                let mut edit = Edit::new();
-                claims.extend(plan_removal_of_one(nat, &mut edit, attachment, untagged)?);
-                Ok(edit)
+                plan_removal_of_one(nat, attachment, untagged, claims)
             })
         }
         AttachmentFilter::Garbage { network, valid } => {
@@ -50,34 +59,37 @@ pub(in super::super) fn purge(
                 Some(alias) => selected.contains(alias),
                 None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
             };
-            store.purge_in_iptables(filter, &[DNAT], |nat| {
-                let mut edit = Edit::new();
-                claims.extend(plan_garbage(nat, &mut edit, is_garbage)?);
-                Ok(edit)
-            })
+            store.purge_in_iptables(filter, &[DNAT], |nat| plan_garbage(nat, is_garbage, claims))
         }
     }
 }
 
-/// Adds to `edit` what [`purge`] removes for one attachment. Returns the claims of these rules.
+/// Returns the removal of the rules that [`purge`] removes for one attachment. Adds their claims to
+/// `claims`.
 fn plan_removal_of_one(
     nat: &mut Chains<'_>,
-    edit: &mut Edit,
     attachment: &AttachmentId,
     untagged: Untagged<'_>,
-) -> Result<Vec<ClaimedPort>> {
+    claims: &mut BTreeSet<ClaimedPort>,
+) -> Result<Edit> {
     let known = untagged.addresses_in(nat.family());
-    let is_removed = |section: &Section, owners: &[JumpOwner<'_>]| {
-        // Go's plugin made the sections without an alias.
-        let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
-        let is_kept = section.alias().is_none() && section.address().is_some_and(leads_elsewhere);
-        may_belong(section, owners, attachment) && !is_kept
+    let is_removed = |section: &Section, owners: &[JumpOwner<'_>]| match section.alias() {
+        Some(alias) => alias == attachment.alias(),
+        // Go's plugin made the section. It belongs to another container if all owners are other
+        // containers: two containers can share a chain, because its name is a hash of network and
+        // container ID without a separator.
+        None => {
+            let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
+            let may_be_of_container =
+                owners.is_empty() || owners.contains(&(&attachment.network, &attachment.container_id));
+            may_be_of_container && !section.address().is_some_and(leads_elsewhere)
+        }
     };
-    let mut claims = Vec::new();
+    let mut edit = Edit::new();
     let chain = shape::chain_name(attachment);
     if let Some(content) = nat.chain(&chain)?.cloned() {
         let jumps = jumps_to(nat, &chain)?;
-        claims = plan_removal_from(edit, (&chain, &content), &jumps, is_removed);
+        claims.extend(plan_removal_from(&mut edit, (&chain, &content), &jumps, is_removed));
     }
     // Very old releases of Go's plugin made this second chain.
     let snat_chain = shape::snat_chain_name(attachment);
@@ -87,40 +99,29 @@ fn plan_removal_of_one(
         }
         edit.delete_chain(&snat_chain, &snat_content);
     }
-    Ok(claims)
+    Ok(edit)
 }
 
-/// Whether a section of the container's chain belongs, or may belong, to the attachment. `owners`
-/// are from the comments of the jumps to the chain. A section without a marker does not belong to
-/// the attachment if all `owners` are other containers: two containers can share a chain, because
-/// its name is a hash of network and container ID without a separator.
-fn may_belong(section: &Section, owners: &[JumpOwner<'_>], attachment: &AttachmentId) -> bool {
-    if let Some(alias) = section.alias() {
-        return alias == attachment.alias();
-    }
-    owners.is_empty() || owners.contains(&(&attachment.network, &attachment.container_id))
-}
-
-/// Adds to `edit` the removal of the sections of all containers' chains for which `is_garbage` is
-/// true, as [`plan_removal_from`] does for one chain. Reads each chain once. Returns the claims of
-/// the removed sections.
+/// Returns the removal of the sections of all containers' chains for which `is_garbage` is true, as
+/// [`plan_removal_from`] does for one chain. Reads each chain once. Adds the claims of the removed
+/// sections to `claims`.
 pub(super) fn plan_garbage(
     nat: &mut Chains<'_>,
-    edit: &mut Edit,
     is_garbage: impl Fn(&Section, &[JumpOwner<'_>]) -> bool,
-) -> Result<Vec<ClaimedPort>> {
+    claims: &mut BTreeSet<ClaimedPort>,
+) -> Result<Edit> {
+    let mut edit = Edit::new();
     let chains = nat.read_chains_where(|name| name.starts_with(shape::PREFIX))?;
     if chains.is_empty() {
-        return Ok(Vec::new());
+        return Ok(edit);
     }
     let jumps = nat.rules_by_target(DNAT)?;
-    let mut claims = Vec::new();
     for chain in chains {
         let Some(content) = nat.chain(&chain)? else { continue };
         let jumps = jumps.get(&chain).map_or(&[][..], Vec::as_slice);
-        claims.extend(plan_removal_from(edit, (&chain, content), jumps, &is_garbage));
+        claims.extend(plan_removal_from(&mut edit, (&chain, content), jumps, &is_garbage));
     }
-    Ok(claims)
+    Ok(edit)
 }
 
 /// Adds to `edit` the removal of the sections of a chain for which `is_removed` is true, of the
@@ -133,18 +134,207 @@ fn plan_removal_from(
     jumps: &[Rule],
     is_removed: impl Fn(&Section, &[JumpOwner<'_>]) -> bool,
 ) -> Vec<ClaimedPort> {
-    let owners: Vec<JumpOwner<'_>> =
-        jumps.iter().filter_map(|jump| jump.comment().and_then(shape::read_comment)).collect();
+    let owners: Vec<JumpOwner<'_>> = jumps.iter().filter_map(jump_owner).collect();
     let (removed, kept): (Vec<Section>, Vec<Section>) =
         shape::sections(&content.rules).into_iter().partition(|section| is_removed(section, &owners));
     delete_sections(edit, (chain, content), jumps, &removed, &kept);
     removed.iter().flat_map(Section::claims).collect()
 }
 
+/// Searches the tables in which the ADD makes no rules for rules of other containers: those of both
+/// variants or, if the ADD makes its rules in iptables (`written`), those of the other variant.
+/// Removes rules of dead containers that lead to the container's addresses.
+///
+/// # Errors
+/// - A living container has a wanted port.
+/// - The tables of iptables-nft cannot be read; those of iptables-legacy only become a note.
+/// - SIGTERM. Any other failure to remove rules is only a remark.
+pub(in super::super) fn search_other_tables(
+    store: &Store<'_>,
+    search: &mut ConflictSearch<'_>,
+    written: Option<Backend>,
+) -> Result<()> {
+    let mut iptables = store.open(OnSigterm::Kill)?;
+    for request in search.wanted.families_with_address() {
+        let (family, is_mapped) = (request.family, !request.claims.is_empty());
+        let is_written = is_mapped && written == Some(Backend::Iptables);
+        let written_variant = if is_written { iptables.chosen_variant(family)? } else { None };
+        for variant in iptables.variants_to_search(family, &[DNAT])? {
+            // Most containers map no port: their ADD must not cost a process of iptables-legacy.
+            if Some(variant) == written_variant || (variant == Variant::Legacy && !is_mapped) {
+                continue;
+            }
+            let name = variant_prefix(family, variant);
+            search.begin(SearchedTables::Other(name.clone()));
+            match search_table(&mut iptables, &request, variant, search) {
+                Err(error) if variant == Variant::Legacy && !must_fail(&error) => store.notes.note(format_args!(
+                    "portmap: {name} has a table nat, but it was not searched for other containers' host ports: \
+                     {error}"
+                )),
+                Err(error) => return Err(error),
+                Ok(()) => search.note_remarks(),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether the ADD must fail with this error of a search, instead of continuing with a remark: a
+/// living container has a wanted port, or a signal ended a wait.
+fn must_fail(error: &Error) -> bool {
+    error.is_held() || error.is_terminated()
+}
+
+/// Searches the table of one family and variant, and removes the stale rules. Takes the lock only
+/// if there are any.
+fn search_table(
+    iptables: &mut Iptables<'_>,
+    request: &FamilyRequest<'_>,
+    variant: Variant,
+    search: &mut ConflictSearch<'_>,
+) -> Result<()> {
+    let plan = |nat: &mut Chains<'_>, search: &mut ConflictSearch<'_>| {
+        // Jumps are found by port numbers, so without a port there are none to find.
+        let jumps = if request.claims.is_empty() { Vec::new() } else { candidate_jumps(nat, request)? };
+        let mut edit = Edit::new();
+        plan_displacement(nat, request, &jumps, search, &mut edit)?;
+        Ok(edit)
+    };
+    let edit = plan(&mut iptables.read(request.family, variant)?, search)?;
+    if edit.is_empty() {
+        return Ok(());
+    }
+    match iptables.change(request.family, variant, |nat| plan(nat, search)) {
+        Err(error) if must_fail(&error) => return Err(error),
+        Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
+        Ok(()) => {}
+    }
+    Ok(())
+}
+
+/// Adds to `edit` the removal of dead containers' rules: those that lead to this container's
+/// address and, in the tables in which the ADD makes its rules, those for the wanted ports. Fails
+/// if a living container has a wanted port. `candidate_jumps` are the rules of [`DNAT`] that may be
+/// for the ports. If the search by address fails for another reason, only adds a remark.
+pub(super) fn plan_displacement(
+    nat: &mut Chains<'_>,
+    request: &FamilyRequest<'_>,
+    candidate_jumps: &[Rule],
+    search: &mut ConflictSearch<'_>,
+    edit: &mut Edit,
+) -> Result<()> {
+    // The container's own chain is not searched.
+    let mut searched_chains = BTreeSet::from([shape::chain_name(&request.wanted.attachment)]);
+    for jump in candidate_jumps.iter().filter_map(Jump::read) {
+        let can_match = request.claims.iter().any(|claim| jump.can_match(claim));
+        // An administrator may jump from DNAT to chains with another prefix: they are not touched.
+        if can_match && jump.chain.starts_with(shape::PREFIX) && searched_chains.insert(jump.chain.clone()) {
+            let jumps = jumps_to(nat, &jump.chain)?;
+            plan_displacement_in_chain(nat, request, (&jump.chain, &jumps), search, edit)?;
+        }
+    }
+    match plan_displacement_by_address(nat, request, &searched_chains, search, edit) {
+        Err(error) if error.is_held() => return Err(error),
+        // The wanted ports work even if rules for other ports lead to this container too, so the
+        // ADD does not fail.
+        Err(error) => search.remark(format_args!(
+            "failed to find all stale host port rules that lead to {}, so some may remain: {error}",
+            request.container.address()
+        )),
+        Ok(()) => {}
+    }
+    Ok(())
+}
+
+/// Does [`plan_displacement`] for the other containers' chains that lead to this container's
+/// address, except `searched_chains`.
+fn plan_displacement_by_address(
+    nat: &mut Chains<'_>,
+    request: &FamilyRequest<'_>,
+    searched_chains: &BTreeSet<String>,
+    search: &mut ConflictSearch<'_>,
+    edit: &mut Edit,
+) -> Result<()> {
+    for chain in nat.list_chains_for_address(shape::PREFIX, request.container.address(), DNAT)? {
+        if !searched_chains.contains(&chain) {
+            let jumps = jumps_to(nat, &chain)?;
+            plan_displacement_in_chain(nat, request, (&chain, &jumps), search, edit)?;
+        }
+    }
+    Ok(())
+}
+
+/// Does [`plan_displacement`] for `chain`, the chain of another container. `jumps` are all rules of
+/// [`DNAT`] that jump to it. On failure `edit` is unchanged.
+fn plan_displacement_in_chain(
+    nat: &mut Chains<'_>,
+    request: &FamilyRequest<'_>,
+    (chain, jumps): (&str, &[Rule]),
+    search: &mut ConflictSearch<'_>,
+    edit: &mut Edit,
+) -> Result<()> {
+    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(()) };
+    let (mut removed, mut kept): (Vec<Section>, Vec<Section>) = Default::default();
+    for section in shape::sections(&content.rules) {
+        let (mut removed_part, mut kept_part) = (Section::default(), Section::default());
+        for mapping in &section.mappings {
+            let is_removed = match mapping.claim.filter(|claim| search.conflicts_with(claim)) {
+                Some(claim) => {
+                    let holder = holder_of(claim, &section, (chain, jumps), request);
+                    // Two attachments of one container do not conflict.
+                    holder.container != request.wanted.attachment.container_id && search.decide_removal(holder)?
+                }
+                None => false,
+            };
+            let part = if is_removed { &mut removed_part } else { &mut kept_part };
+            part.mappings.push(mapping.clone());
+        }
+        // A marker that never had a mapping, written by `ensure_empty_chain`, is kept.
+        let is_removed = kept_part.mappings.is_empty() && !removed_part.mappings.is_empty();
+        let part = if is_removed { &mut removed_part } else { &mut kept_part };
+        part.marker = section.marker;
+        removed.push(removed_part);
+        kept.push(kept_part);
+    }
+    // An empty chain is kept too: it does not show its owner.
+    for sections in [&mut removed, &mut kept] {
+        sections.retain(|section| section.rules().next().is_some());
+    }
+    delete_sections(edit, (chain, &content), jumps, &removed, &kept);
+    Ok(())
+}
+
+/// Returns the container that has the chain `chain`, as the holder of `claim`, which is in
+/// `section` of this chain. `jumps` are all rules of [`DNAT`] that jump to the chain.
+fn holder_of(
+    claim: ClaimedPort,
+    section: &Section,
+    (chain, jumps): (&str, &[Rule]),
+    request: &FamilyRequest<'_>,
+) -> Holder {
+    let (jump_network, jump_container_id) = jumps.iter().find_map(jump_owner).unzip();
+    // The marker's alias is `cni:NETWORK/CONTAINER/IFNAME`; rules of Go's plugin have none.
+    let marked = section.alias().and_then(AttachmentId::parse);
+    let network = marked.as_ref().map(|marked| marked.network.as_str()).or(jump_network);
+    // The marker has only the hash of a long container ID, so the ID in the jump is preferred.
+    let container_id = jump_container_id.or(marked.as_ref().and_then(|marked| marked.container_id.as_deref()));
+    Holder {
+        container: container_id.map_or_else(|| format!("(chain {chain})"), str::to_owned),
+        network: network.map(str::to_owned),
+        alias: section.alias().map(str::to_owned),
+        had_link: section.had_link(),
+        // Any conditions count as different, because the kernel can return them in a form that
+        // differs from the configuration.
+        conditions_differ: !request.conditions().is_empty()
+            || jumps.iter().filter_map(Jump::read).any(|jump| jump.has_conditions),
+        claim,
+    }
+}
+
 /// Adds to `edit` the removal of the sections `removed` of a chain, of the `jumps` to the chain
 /// that no section of `kept` needs, and of the chain if `kept` is empty. Changes nothing if
 /// `removed` is empty.
-pub(super) fn delete_sections(
+fn delete_sections(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),
     jumps: &[Rule],
@@ -183,12 +373,9 @@ pub(super) fn delete_sections(
 /// perhaps one of a kept section.
 pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, kept_claims: &[ClaimedPort]) {
     for rule in section.rules() {
-        let (protocol, port) = (rule.value("-p"), rule.value("--dport"));
-        let is_kept_port = |claim: &ClaimedPort| {
-            protocol == Some(claim.protocol.name()) && port == Some(claim.host_port.to_string().as_str())
-        };
-        let has_kept_port = kept_claims.iter().any(is_kept_port);
-        if rule.target() == Some("DNAT") || !has_kept_port {
+        let (protocol, port) = (rule.value("-p"), rule.value("--dport").and_then(|port| port.parse().ok()));
+        let is_of = |kept: &ClaimedPort| protocol == Some(kept.protocol.name()) && port == Some(kept.host_port);
+        if rule.target() == Some("DNAT") || !kept_claims.iter().any(is_of) {
             edit.delete(chain, rule);
         }
     }

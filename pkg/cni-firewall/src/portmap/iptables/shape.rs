@@ -27,7 +27,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use cni::hash::sha512_hex;
 
 use super::super::{ClaimedPort, Forwarding, Mapping, Protocol, SetMark, Snat};
-use crate::iptables::{CHAIN_NAME_MAX, Rule, rule_in_words};
+use crate::iptables::{CHAIN_NAME_MAX, Rule, rule_in_words, split};
 use crate::nft::{Key, Listed};
 use cni::AttachmentId;
 use cni::Cidr;
@@ -75,40 +75,23 @@ pub(super) fn snat_chain_name(attachment: &AttachmentId) -> String {
     hashed_name("CNI-SN-", attachment)
 }
 
-/// Returns the rule by which PREROUTING and OUTPUT jump to [`DNAT`].
-pub(super) fn entry_rule() -> RuleWords {
-    words(["-m", "addrtype", "--dst-type", "LOCAL", "-j", DNAT])
-}
-
-/// Returns the rule by which POSTROUTING jumps to [`MASQ`].
-pub(super) fn masquerade_entry_rule() -> RuleWords {
-    words(["-m", "comment", "--comment", "CNI portfwd requiring masquerade", "-j", MASQ])
-}
-
-/// Returns the packet mark with only this bit, and the same bit as its mask: `0x2000/0x2000`. Both
-/// are 0 for a bit above 31, which the configuration refuses.
-fn one_bit_mark(mark_bit: u8) -> String {
-    let mark = 1_u32.checked_shl(mark_bit.into()).unwrap_or(0);
-    format!("{mark:#x}/{mark:#x}")
-}
-
-/// Returns the rule in [`MASQ`] that masquerades packets with the mark.
-pub(super) fn masquerade_rule(mark_bit: u8) -> RuleWords {
-    words(["-m", "mark", "--mark", &one_bit_mark(mark_bit), "-j", "MASQUERADE"])
-}
-
-/// Returns the rule in [`SETMARK`] that sets the mark.
-pub(super) fn set_mark_rule(mark_bit: u8) -> RuleWords {
-    words([
-        "-m",
-        "comment",
-        "--comment",
-        "CNI portfwd masquerade mark",
-        "-j",
-        "MARK",
-        "--set-xmark",
-        &one_bit_mark(mark_bit),
-    ])
+/// Returns the rules that all containers share, each after the name of its chain.
+pub(super) fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, RuleWords)> {
+    let mut rules = Vec::new();
+    if let SetMark::Bit(bit) = &wanted.set_mark
+        && wanted.snat != Snat::No
+    {
+        // 0 for a bit above 31, which the configuration refuses.
+        let mark = 1_u32.checked_shl((*bit).into()).unwrap_or(0);
+        let set_mark =
+            format!("-m comment --comment \"CNI portfwd masquerade mark\" -j MARK --set-xmark {mark:#x}/{mark:#x}");
+        let masquerade = format!("-m mark --mark {mark:#x}/{mark:#x} -j MASQUERADE");
+        let jump = format!("-m comment --comment \"CNI portfwd requiring masquerade\" -j {MASQ}");
+        rules.extend([(SETMARK, split(&set_mark)), (MASQ, split(&masquerade)), ("POSTROUTING", split(&jump))]);
+    }
+    let jump = split(&format!("-m addrtype --dst-type LOCAL -j {DNAT}"));
+    rules.extend([("PREROUTING", jump.clone()), ("OUTPUT", jump)]);
+    rules
 }
 
 /// Returns the comment of a container's jumps in [`DNAT`].
@@ -333,42 +316,37 @@ impl Section {
     }
 }
 
-/// Returns the first claim in these rules that overlaps `claim`.
-pub(super) fn first_overlapping_claim(rules: &[Rule], claim: &ClaimedPort) -> Option<ClaimedPort> {
-    rules.iter().filter_map(read_claim).find(|found| found.overlaps(claim))
-}
-
 /// Splits a container's chain into sections: those without a marker, one for each address, then
 /// those with a marker. A mapping without a readable claim before the first marker is a section of
 /// its own. An empty chain gives one empty section.
 pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
-    let mut unmarked: Vec<MappingRules> = Vec::new();
-    let mut marked: Vec<Section> = Vec::new();
-    // The rules since the last marker or DNAT rule: a mapping ends with its DNAT rule.
-    let mut pending: Vec<Rule> = Vec::new();
-    for rule in rules {
-        if is_marker(rule) {
-            let mapping = MappingRules { claim: None, rules: std::mem::take(&mut pending) };
-            add_mapping(mapping, &mut marked, &mut unmarked);
-            marked.push(Section { marker: Some(rule.clone()), mappings: Vec::new() });
-            continue;
+    let (mut unmarked, mut marked): (Vec<Section>, Vec<Section>) = Default::default();
+    // Every group except perhaps the first begins with a marker.
+    for group in rules.chunk_by(|_, next| !is_marker(next)) {
+        let (marker, rest) = match group {
+            [first, rest @ ..] if is_marker(first) => (Some(first), rest),
+            _ => (None, group),
+        };
+        let mut section = Section { marker: marker.cloned(), mappings: Vec::new() };
+        for rules in rest.split_inclusive(|rule| rule.target() == Some("DNAT")) {
+            let mapping = MappingRules { claim: rules.last().and_then(read_claim), rules: rules.to_vec() };
+            let address = mapping.claim.map(|claim| claim.container.ip());
+            // To a section with a marker, Go's plugin, which writes no markers, may have appended
+            // rules for another address.
+            let is_appended =
+                address.is_some() && section.address().is_some_and(|of_section| address != Some(of_section));
+            let of_address = |section: &&mut Section| address.is_some() && section.address() == address;
+            if marker.is_some() && !is_appended {
+                section.mappings.push(mapping);
+            } else if let Some(section) = unmarked.iter_mut().find(of_address) {
+                section.mappings.push(mapping);
+            } else {
+                unmarked.push(Section { marker: None, mappings: vec![mapping] });
+            }
         }
-        pending.push(rule.clone());
-        if rule.target() == Some("DNAT") {
-            let mapping = MappingRules { claim: read_claim(rule), rules: std::mem::take(&mut pending) };
-            add_mapping(mapping, &mut marked, &mut unmarked);
-        }
+        marked.extend(marker.map(|_| section));
     }
-    add_mapping(MappingRules { claim: None, rules: pending }, &mut marked, &mut unmarked);
-    let mut sections: Vec<Section> = Vec::new();
-    for mapping in unmarked {
-        let address = mapping.claim.map(|claim| claim.container.ip());
-        let section_of_address = sections.iter_mut().find(|section| address.is_some() && section.address() == address);
-        match section_of_address {
-            Some(section) => section.mappings.push(mapping),
-            None => sections.push(Section { marker: None, mappings: vec![mapping] }),
-        }
-    }
+    let mut sections = unmarked;
     sections.append(&mut marked);
     if sections.is_empty() {
         sections.push(Section::default());
@@ -379,20 +357,6 @@ pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
 /// Whether the rule is a marker: one without a target whose comment is the alias of an attachment.
 fn is_marker(rule: &Rule) -> bool {
     rule.target().is_none() && rule.comment().is_some_and(|text| AttachmentId::parse(text).is_some())
-}
-
-/// Adds the next mapping of a chain to the last section in `marked` or, if it does not belong to
-/// that section, to `unmarked`. A mapping without rules is not added.
-fn add_mapping(mapping: MappingRules, marked: &mut [Section], unmarked: &mut Vec<MappingRules>) {
-    if mapping.rules.is_empty() {
-        return;
-    }
-    let Some(section) = marked.last_mut() else { return unmarked.push(mapping) };
-    match (section.address(), mapping.claim) {
-        // Go's plugin, which writes no markers, has appended its rules to the section.
-        (Some(address), Some(claim)) if address != claim.container.ip() => unmarked.push(mapping),
-        _ => section.mappings.push(mapping),
-    }
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! about. The backend as a whole is tested through the plugin, with packets, in both variants.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use cni_testkit::program;
 
-use super::super::{Mapping, PortMap, Protocol};
+use super::super::{Mapping, PortMap, Protocol, SetMark, Snat};
 use super::shape::{Jump, Section, sections};
 use super::*;
 use crate::Backend;
@@ -214,32 +215,40 @@ fn other_writers_do_not_hold_up_the_search_for_stale_rules() {
         let search = || remarks_of_search(&machine, None, &wanted);
         // The rule names another network, so it is found again by each search.
         let alone = cni_testkit::cost(|| assert!(search()[0].contains("the rule was not removed")));
-        let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
-        let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                let mut writer = Nft::open().unwrap();
-                while !stop.load(Ordering::Relaxed) {
-                    let mut batch = Batch::new();
-                    batch.ensure_table(unrelated, None);
-                    batch.delete_table(unrelated);
-                    writer.commit(batch).unwrap();
-                    changes.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-            let _ended = cni_testkit::Ended(&stop);
-            let beside_writer = cni_testkit::cost(|| {
+        let (beside_writer, changes) = beside_busy_writer(|| {
+            cni_testkit::cost(|| {
                 for _ in 0..5 {
                     let found = search();
                     let is_expected = |words| found[0].contains(words);
                     assert!(is_expected("was not removed") || is_expected("changed the rules"), "{found:?}");
                 }
-            });
-            let changes = changes.load(Ordering::Relaxed);
-            // A list is read 512 times if that is not limited.
-            assert!(beside_writer < 5 * 32 * alone, "{beside_writer:?} beside {changes} changes, {alone:?} without");
+            })
         });
+        // A list is read 512 times if that is not limited.
+        assert!(beside_writer < 5 * 32 * alone, "{beside_writer:?} beside {changes} changes, {alone:?} without");
     });
+}
+
+/// Calls `body` while another thread changes unrelated rules of nf_tables all the time. Returns the
+/// result and the number of changes.
+fn beside_busy_writer<T>(body: impl FnOnce() -> T) -> (T, usize) {
+    let unrelated = nft::Table { family: nft::Family::Inet, name: "unrelated" };
+    let (stop, changes) = (AtomicBool::new(false), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut writer = Nft::open().unwrap();
+            while !stop.load(Ordering::Relaxed) {
+                let mut batch = Batch::new();
+                batch.ensure_table(unrelated, None);
+                batch.delete_table(unrelated);
+                writer.commit(batch).unwrap();
+                changes.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let _ended = cni_testkit::Ended(&stop);
+        let result = body();
+        (result, changes.load(Ordering::Relaxed))
+    })
 }
 
 /// Returns the chains with the rules of this many attachments.
@@ -287,8 +296,8 @@ fn an_interface_without_mappings_keeps_its_marker() {
 fn gc_takes_time_in_proportion_to_the_chains() {
     let plan = |count: usize, saved: &str, garbage: bool| {
         let mut nat = Chains::of_text(Table::Nat, Family::V4, saved);
-        let mut edit = Edit::new();
-        let claims = removal::plan_garbage(&mut nat, &mut edit, |_, _| garbage).unwrap();
+        let mut claims = BTreeSet::new();
+        removal::plan_garbage(&mut nat, |_, _| garbage, &mut claims).unwrap();
         assert_eq!(claims.len(), if garbage { count } else { 0 });
     };
     let (few, many) = (mapped(200), mapped(800));

@@ -3,14 +3,13 @@
 use std::net::IpAddr;
 
 use super::super::{ClaimedPort, Forwarding, Snat, conditions};
-use super::identity::{ContainerRule, Identity, Ownership, read_rules, rules_naming_container};
+use super::identity::{ContainerRule, Identity, Ownership, rules_naming_container};
 use super::shape::{self, HOSTIP_HOSTPORTS, HOSTPORTS, HOSTPORTS_ALL, MASQUERADING, Shared};
-use super::{FamilyPlan, mappings_to_other_addresses};
+use super::{FamilyState, mappings_to_other_addresses};
 use crate::nft::{Expr, Key, Nft, Retries};
 use cni_linux::error::Result;
 
 /// The existing rules of an attachment in one family.
-#[derive(Default)]
 struct OwnRules<'s> {
     mappings: Vec<OwnMapping<'s>>,
     /// The expressions of the rules in [`MASQUERADING`].
@@ -30,18 +29,18 @@ struct OwnMapping<'s> {
 impl<'s> OwnRules<'s> {
     /// Selects the attachment's rules.
     fn new(rules: &'s [ContainerRule], identity: &Identity, addresses: &[IpAddr]) -> OwnRules<'s> {
-        let mut own = OwnRules { has_go_rules: true, ..OwnRules::default() };
+        let (mut mappings, mut masquerades, mut names_container_only) = (Vec::new(), Vec::new(), true);
         for found in rules.iter().filter(|found| identity.owns(&found.listed.rule, addresses)) {
-            own.has_go_rules &= identity.ownership_of(&found.listed.rule) == Ownership::Container;
+            names_container_only &= identity.ownership_of(&found.listed.rule) == Ownership::Container;
             let exprs = found.listed.rule.exprs.as_slice();
             if found.chain == MASQUERADING {
-                own.masquerades.push(exprs);
+                masquerades.push(exprs);
             } else if let Some(claim) = found.claim() {
-                own.mappings.push(OwnMapping { claim, exprs });
+                mappings.push(OwnMapping { claim, exprs });
             }
         }
-        own.has_go_rules &= !(own.mappings.is_empty() && own.masquerades.is_empty());
-        own
+        let has_rules = !mappings.is_empty() || !masquerades.is_empty();
+        OwnRules { mappings, masquerades, has_go_rules: has_rules && names_container_only }
     }
 
     /// Whether `found`, one of the existing mappings, is what the ADD writes for `claim`.
@@ -71,11 +70,7 @@ pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>
     // Rules of other containers for the ports are not read.
     let keys = [Key::comment(&identity.comment)];
     let read = |nft: &mut Nft| {
-        let families = wanted.families().map(|request| {
-            let shared = Shared::read(nft, request.family, wanted.snat)?;
-            let rules = read_rules(nft, request.family, &shared.chains, &keys, &[])?;
-            Ok(FamilyPlan { request, shared, rules })
-        });
+        let families = wanted.families().map(|request| FamilyState::read(nft, request, &keys, &[]));
         families.collect::<Result<Vec<_>>>()
     };
     let mut nft = Nft::open()?;
@@ -93,12 +88,12 @@ pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>
 }
 
 /// Returns the differences in one family.
-fn differences_in(found: &FamilyPlan<'_>, identity: &Identity) -> Vec<String> {
-    let FamilyPlan { request, shared, rules } = found;
+fn differences_in(state: &FamilyState<'_>, identity: &Identity) -> Vec<String> {
+    let FamilyState { request, shared, rules } = state;
     let (wanted, container) = (request.wanted, request.container.address());
     let own = OwnRules::new(rules, identity, &wanted.addresses());
     let mut differences = shared_chain_differences(shared, &own);
-    differences.extend(mapping_differences(found, identity, &own));
+    differences.extend(mapping_differences(state, identity, &own));
     // Go's plugin ignores `masqAll` with nftables.
     let has_go_masquerades =
         own.has_go_rules && wanted.snat == Snat::All && own.has_masquerades(container, Snat::Hairpin);
@@ -128,38 +123,31 @@ fn shared_chain_differences(shared: &Shared, own: &OwnRules<'_>) -> Vec<String> 
 
 /// Returns a sentence for each claim that is not mapped, for each claim for which a mapping to
 /// another address takes precedence, and for each mapping of the attachment that is not wanted.
-fn mapping_differences(found: &FamilyPlan<'_>, identity: &Identity, own: &OwnRules<'_>) -> Vec<String> {
-    let FamilyPlan { request, rules, .. } = found;
-    let (table, claims) = (shape::table(request.family), &request.claims);
+fn mapping_differences(state: &FamilyState<'_>, identity: &Identity, own: &OwnRules<'_>) -> Vec<String> {
+    let FamilyState { request, rules, .. } = state;
+    let (chain, claims) = (format!("nft chain {} {HOSTPORTS}", shape::table(request.family)), &request.claims);
     let conditions = conditions::compile(request.conditions(), request.family).ok();
-    let conditions = conditions.as_deref();
+    let maps = |found: &OwnMapping<'_>, claim: &ClaimedPort| own.matches_claim(found, claim, conditions.as_deref());
     let mut differences = Vec::new();
     for claim in claims {
-        if !own.mappings.iter().any(|found| own.matches_claim(found, claim, conditions)) {
-            let address = claim.container;
-            differences.push(format!("nft chain {table} {HOSTPORTS} has no rule that maps {claim} to {address}"));
+        if !own.mappings.iter().any(|found| maps(found, claim)) {
+            differences.push(format!("{chain} has no rule that maps {claim} to {}", claim.container));
         }
     }
     let to_other_addresses = mappings_to_other_addresses(rules, identity, &request.wanted.addresses());
     for claim in claims {
-        if let Some(first) = first_mapping(rules, identity, claim)
-            && to_other_addresses.contains(&first)
-        {
-            let address = first.container;
-            differences.push(format!(
-                "nft chain {table} {HOSTPORTS} maps {claim} to {address}, in a rule before the requested one"
-            ));
-        }
+        let first = first_mapping(rules, identity, claim);
+        differences.extend(
+            first.filter(|first| to_other_addresses.contains(first)).map(|first| {
+                format!("{chain} maps {claim} to {}, in a rule before the requested one", first.container)
+            }),
+        );
     }
     for found in &own.mappings {
-        let OwnMapping { claim, .. } = found;
+        let claim = found.claim;
         // A mapping of a requested claim counts as requested even if its conditions differ.
-        let is_wanted = claims.contains(claim)
-            || claims.iter().any(|wanted_claim| own.matches_claim(found, wanted_claim, conditions));
-        if !is_wanted {
-            let address = claim.container;
-            differences
-                .push(format!("nft chain {table} {HOSTPORTS} also maps {claim} to {address}, which was not requested"));
+        if !claims.contains(&claim) && !claims.iter().any(|wanted| maps(found, wanted)) {
+            differences.push(format!("{chain} also maps {claim} to {}, which was not requested", claim.container));
         }
     }
     differences

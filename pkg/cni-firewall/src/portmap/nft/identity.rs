@@ -69,9 +69,9 @@ impl Identity {
         bytes
     }
 
-    /// Adds the comment and the tags to a rule. `host_link` is whether a link on the host has the
+    /// Adds the comment and the tags to a rule. `host_link` is the link on the host that has the
     /// attachment's alias now.
-    pub(super) fn sign(&self, rule: Rule, host_link: HostLink) -> Rule {
+    pub(super) fn sign(&self, rule: Rule, host_link: Option<&str>) -> Rule {
         // The second tag is TAG_HAD_LINK, which has no value.
         let used_bytes = comment_len(&self.comment) + tag_len(self.alias.len()) + tag_len(0);
         let rule = rule.with_comment(self.comment.clone());
@@ -80,10 +80,7 @@ impl Identity {
         } else {
             rule.with_tag(TAG_HASHES, self.hashes())
         };
-        match host_link {
-            HostLink::Present => rule.with_tag(TAG_HAD_LINK, []),
-            HostLink::Absent => rule,
-        }
+        if host_link.is_some() { rule.with_tag(TAG_HAD_LINK, []) } else { rule }
     }
 
     /// Returns whether a rule belongs to this attachment, by the rule's comment and tags.
@@ -119,13 +116,6 @@ impl Identity {
     pub(super) fn leads_elsewhere(&self, rule: &Rule, addresses: &[IpAddr]) -> bool {
         self.ownership_of(rule) == Ownership::Container && !self.owns(rule, addresses)
     }
-}
-
-/// Whether a link on the host has the attachment's alias when the attachment's rules are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HostLink {
-    Present,
-    Absent,
 }
 
 /// Returns the comment for a container ID: the ID, [`shortened`] if it is longer than
@@ -197,18 +187,9 @@ pub(super) fn read_rules(
     Ok(rules)
 }
 
-/// Returns those of the chains for [`read_rules`] that exist.
-fn find_chains(nft: &mut Nft, family: Family) -> Result<Vec<Chain>> {
-    let mut chains = Vec::new();
-    for name in [HOSTPORTS, MASQUERADING] {
-        chains.extend(nft.find_chain(shape::table(family), name)?);
-    }
-    Ok(chains)
-}
-
 /// Reads the rules of one family that contain a wanted port or the container's address; other rules
-/// can be among them, because the bytes of rules are searched. For a
-/// caller that appends no rule: an index could not tell that the chain has none of them.
+/// can be among them, because the bytes of rules are searched. For a caller that appends no rule:
+/// an index could not tell that the chain has none of them.
 pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Result<Vec<ContainerRule>> {
     let (family, address) = (request.family, request.container.address());
     let (table, octets) = (shape::table(family), octets(address));
@@ -232,7 +213,10 @@ pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Re
 pub(super) fn rules_naming_container(nft: &mut Nft, identity: &Identity) -> Result<Vec<ContainerRule>> {
     let (keys, mut rules) = ([Key::comment(&identity.comment)], Vec::new());
     for family in FAMILIES {
-        let chains = find_chains(nft, family)?;
+        let mut chains = Vec::new();
+        for name in [HOSTPORTS, MASQUERADING] {
+            chains.extend(nft.find_chain(shape::table(family), name)?);
+        }
         rules.extend(read_rules(nft, family, &chains, &keys, &[])?);
     }
     Ok(rules)
@@ -254,7 +238,7 @@ mod tests {
     use crate::portmap::Snat;
 
     fn signed(attachment: &AttachmentId) -> Rule {
-        Identity::new(attachment).sign(Rule::default(), HostLink::Present)
+        Identity::new(attachment).sign(Rule::default(), Some("veth1"))
     }
 
     #[test]

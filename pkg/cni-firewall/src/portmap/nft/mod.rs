@@ -1,6 +1,10 @@
 //! Maps host ports with nf_tables: each call makes one transaction for both families, and runs no
-//! program. Only mappings with conditions that [`conditions`] does not compile are written by the
-//! program `nft` (module `program`).
+//! program.
+//!
+//! Exception: mappings with conditions that [`conditions`] does not compile (sets, connection
+//! states, and the rest of nft's language) are written by the program `nft`. It cannot write tags,
+//! so these rules look like Go's: see module `identity`. It runs after the transaction that has
+//! written everything else. If another ADD maps the same port in between, both succeed.
 //!
 //! Module `shape` shows the rules. An ADD reads the existing rules (module `identity`), finds
 //! conflicts in them and plans its transaction. The kernel accepts the transaction only if no rule
@@ -12,34 +16,41 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cni::machine::{Child, Exit, Machine, OnSigterm};
 
 use super::conditions;
 use super::conflict::{ConflictSearch, SearchedTables};
-use super::{ClaimedPort, FamilyRequest, Holder, Policy, Refusal, Snat, older_mapping_remark};
+use super::{ClaimedPort, FamilyRequest, Forwarding, Holder, Policy, Refusal, Snat};
 use crate::engine::{self, Store};
 use crate::nft::{Batch, Expr, Key, Nft, Rule};
 use crate::owner::{AttachmentFilter, OwnerTag, Untagged};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
 use cni_linux::error::Result;
+use cni_linux::program;
 use cni_linux::route::Family;
 
 mod check;
 pub(crate) mod identity;
-mod program;
 pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
 pub(super) use check::check;
-use identity::{ContainerRule, HostLink, Identity, Ownership, read_all_rules, read_rules, rules_naming_container};
-use program::ProgramMappings;
+use identity::{ContainerRule, Identity, Ownership, read_all_rules, read_rules, rules_naming_container};
 use shape::{CONTAINER_CHAINS, HOSTPORTS, MASQUERADING, Shared};
 
-/// The request of an ADD in one family, and what exists there.
-struct FamilyPlan<'w> {
+/// How long the program `nft` may run.
+const PROGRAM_LIMIT: Duration = Duration::from_secs(20);
+
+/// What an ADD wants in one family, and what exists there.
+struct FamilyState<'w> {
     request: FamilyRequest<'w>,
     shared: Shared,
+    /// The rules of containers that were read.
     rules: Vec<ContainerRule>,
 }
 
@@ -50,31 +61,23 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
     let wanted = search.wanted;
     let program_mappings = ProgramMappings::uncompiled(wanted)?;
     let identity = Identity::new(&wanted.attachment);
-    let host_link = match search.find_host_link(&wanted.attachment)? {
-        Some(_) => HostLink::Present,
-        None => HostLink::Absent,
-    };
+    let host_link = search.find_host_link(&wanted.attachment)?;
     let appended: &[&str] = if wanted.snat == Snat::No { &[HOSTPORTS] } else { &[HOSTPORTS, MASQUERADING] };
     let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let (mut plans, mut dead_rules) = (Vec::new(), Vec::new());
         search.begin(SearchedTables::Written);
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
         // looks for them.
         for request in wanted.families_with_address() {
-            let shared = Shared::read(nft, request.family, wanted.snat)?;
-            let rules = read_rules(nft, request.family, &shared.chains, &keys(&request, &identity), appended)?;
+            // The rules of the container, those for its ports, and those that lead to its address.
+            let mut keys = vec![Key::comment(&identity.comment), Key::address(request.container.address())];
+            keys.extend(request.claims.iter().map(|claim| Key::port(claim.host_port)));
+            let state = FamilyState::read(nft, request, &keys, appended)?;
             if wanted.policy == Policy::RefuseIfAlive {
-                dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
-                remark_older_mappings(&rules, &request, &identity, search);
+                delete_rules(batch, dead_rules_among(&state.rules, &state.request, &identity, search)?);
             }
-            plans.push(FamilyPlan { request, shared, rules });
-        }
-        for plan in &plans {
-            plan.shared.add_missing(batch);
-        }
-        delete_rules(batch, &dead_rules);
-        for plan in &plans {
-            plan.add_own_rules(batch, &identity, host_link);
+            search.remark_older_mappings(mappings_to_other_addresses(&state.rules, &identity, &wanted.addresses()));
+            state.shared.add_missing(batch);
+            state.add_own_rules(batch, &identity, host_link.as_deref());
         }
         Ok(())
     };
@@ -86,18 +89,28 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
     Ok(())
 }
 
-/// Fails if a living container has a wanted port, in either family. If none has, removes the rules
-/// of dead containers that lead to the container's addresses; a failure to do so is only a remark.
-/// For an ADD that makes its own rules with iptables or has no mappings.
+/// Searches the tables for an ADD that makes no rules in them. Removes the rules of dead containers
+/// that lead to the container's addresses.
+///
+/// # Errors
+/// - A living container has a wanted port.
+/// - The rules cannot be read. A failure to remove rules is only a remark.
 pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()> {
     let mut nft = Nft::open()?;
+    let identity = Identity::new(&search.wanted.attachment);
+    let mut plan = |nft: &mut Nft, batch: &mut Batch| -> Result<()> {
+        search.begin(SearchedTables::Other("nftables".to_owned()));
+        for request in search.wanted.families_with_address() {
+            let rules = identity::read_conflicting(nft, &request)?;
+            delete_rules(batch, dead_rules_among(&rules, &request, &identity, search)?);
+        }
+        Ok(())
+    };
     // Mostly there is nothing to remove. Then one reading of each list is enough.
     nft.wait_for_generation()?;
-    if !find_dead_rules(&mut nft, search)?.is_empty() {
-        let plan = |nft: &mut Nft, batch: &mut Batch| {
-            delete_rules(batch, &find_dead_rules(nft, search)?);
-            Ok(())
-        };
+    let mut removals = Batch::new();
+    plan(&mut nft, &mut removals)?;
+    if !removals.is_empty() {
         match engine::change(&mut nft, plan) {
             Err(error) if error.is_held() => return Err(error),
             Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
@@ -108,104 +121,61 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
     Ok(())
 }
 
-/// Returns the rules of dead containers that must be removed, in all families in which the
-/// container has an address. Fails if a living container has a wanted port.
-fn find_dead_rules(nft: &mut Nft, search: &mut ConflictSearch<'_>) -> Result<Vec<ContainerRule>> {
-    let (identity, mut dead_rules) = (Identity::new(&search.wanted.attachment), Vec::new());
-    search.begin(SearchedTables::Other("nftables".to_owned()));
-    for request in search.wanted.families_with_address() {
-        let rules = identity::read_conflicting(nft, &request)?;
-        dead_rules.extend(dead_rules_among(&rules, &request, &identity, search)?);
-    }
-    Ok(dead_rules)
-}
-
-/// Returns the keys of the rules that an ADD has to read: those of its container, those for its
-/// ports, and those that lead to the container's address.
-fn keys(request: &FamilyRequest<'_>, identity: &Identity) -> Vec<Key> {
-    let mut keys = vec![Key::comment(&identity.comment), Key::address(request.container.address())];
-    keys.extend(request.claims.iter().map(|claim| Key::port(claim.host_port)));
-    keys
-}
-
 /// Adds the removal of these rules to the batch.
-fn delete_rules(batch: &mut Batch, rules: &[ContainerRule]) {
+fn delete_rules<'r>(batch: &mut Batch, rules: impl IntoIterator<Item = &'r ContainerRule>) {
     for ContainerRule { family, chain, listed } in rules {
         batch.delete_rule(shape::table(*family), chain, listed.handle);
     }
 }
 
-/// Returns the rules of dead containers that must be removed.
+/// Returns the rules of dead containers that must be removed: mappings that conflict with the ADD
+/// and, with those that lead to its container's address, the masquerading rules for this address.
 ///
 /// # Errors
 /// Those of [`ConflictSearch::decide_removal`].
-fn dead_rules_among(
-    rules: &[ContainerRule],
+fn dead_rules_among<'r>(
+    rules: &'r [ContainerRule],
     request: &FamilyRequest<'_>,
     identity: &Identity,
     search: &mut ConflictSearch<'_>,
-) -> Result<Vec<ContainerRule>> {
-    let address = Some(request.container.address());
-    let mut dead_rules: Vec<ContainerRule> = Vec::new();
-    for found in rules.iter().filter(|found| found.chain != MASQUERADING) {
-        let Some(holder) = holder_of(&found.listed.rule, request, identity) else { continue };
-        if search.decide_removal(holder)? {
-            dead_rules.push(found.clone());
-        }
-    }
-    // With the mappings of a dead container to this address, its masquerading rules for the
-    // address are removed. They have the same comment and tags.
-    let leads_here = |rule: &Rule| shape::container(rule) == address;
-    let is_of_dead = |rule: &Rule| {
-        let mut mappings = dead_rules.iter().map(|found| &found.listed.rule).filter(|mapping| leads_here(mapping));
-        mappings.any(|mapping| mapping.comment == rule.comment && mapping.tags == rule.tags)
-    };
-    let is_removed = |found: &&ContainerRule| {
-        found.chain == MASQUERADING && leads_here(&found.listed.rule) && is_of_dead(&found.listed.rule)
-    };
-    let masquerades: Vec<ContainerRule> = rules.iter().filter(is_removed).cloned().collect();
-    dead_rules.extend(masquerades);
-    Ok(dead_rules)
-}
-
-/// Returns the other container that a conflicting rule belongs to. `None` for a rule that does not
-/// conflict: it is not a mapping, it has this container's ID, or it neither claims a wanted port
-/// nor leads to this container's address.
-fn holder_of(rule: &Rule, request: &FamilyRequest<'_>, identity: &Identity) -> Option<Holder> {
-    let (claim, condition_count) = shape::read_mapping(rule)?;
-    let leads_here = claim.container.ip() == request.container.address();
-    if !leads_here && !request.claims.iter().any(|wanted| wanted.overlaps(&claim)) {
-        return None;
-    }
-    if rule.comment.as_deref() == Some(&identity.comment) {
-        return None;
-    }
+) -> Result<Vec<&'r ContainerRule>> {
     // Conditions that do not compile, for example those in the syntax of iptables, count as
     // different from those of every rule.
     let conditions = conditions::compile(request.conditions(), request.family).ok();
-    let tag = OwnerTag::of(rule);
-    Some(Holder {
-        container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
-        network: tag.alias().and_then(AttachmentId::parse).map(|marked| marked.network),
-        alias: tag.alias().map(str::to_owned),
-        had_link: identity::had_link(rule),
-        conditions_differ: conditions.is_none_or(|conditions| rule.exprs[..condition_count] != conditions),
-        claim,
-    })
-}
-
-/// Adds a remark for each mapping of this container to another address that overlaps a claim.
-fn remark_older_mappings(
-    rules: &[ContainerRule],
-    request: &FamilyRequest<'_>,
-    identity: &Identity,
-    search: &mut ConflictSearch<'_>,
-) {
-    for older in mappings_to_other_addresses(rules, identity, &request.wanted.addresses()) {
-        if request.claims.iter().any(|claim| claim.overlaps(&older)) {
-            search.remark(older_mapping_remark(&older));
+    let mut dead_rules: Vec<&ContainerRule> = Vec::new();
+    for found in rules.iter().filter(|found| found.chain != MASQUERADING) {
+        let rule = &found.listed.rule;
+        let Some((claim, condition_count)) = shape::read_mapping(rule) else { continue };
+        // Two attachments of one container do not conflict.
+        let is_own = rule.comment.as_deref() == Some(&identity.comment);
+        if is_own || !search.conflicts_with(&claim) {
+            continue;
+        }
+        let tag = OwnerTag::of(rule);
+        let holder = Holder {
+            container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
+            network: tag.alias().and_then(AttachmentId::parse).map(|marked| marked.network),
+            alias: tag.alias().map(str::to_owned),
+            had_link: identity::had_link(rule),
+            conditions_differ: conditions.as_ref().is_none_or(|wanted| rule.exprs[..condition_count] != *wanted),
+            claim,
+        };
+        if search.decide_removal(holder)? {
+            dead_rules.push(found);
         }
     }
+    let address = Some(request.container.address());
+    let dead_mappings = dead_rules.iter().copied().map(|found| &found.listed.rule);
+    let dead_here: Vec<&Rule> = dead_mappings.filter(|rule| shape::container(rule) == address).collect();
+    for found in rules.iter().filter(|found| found.chain == MASQUERADING) {
+        // The masquerading rules of a container have the comment and the tags of its mappings.
+        let rule = &found.listed.rule;
+        let is_of_dead = dead_here.iter().any(|dead| dead.comment == rule.comment && dead.tags == rule.tags);
+        if is_of_dead && shape::container(rule) == address {
+            dead_rules.push(found);
+        }
+    }
+    Ok(dead_rules)
 }
 
 /// Returns the mappings that name only this container and lead to none of `addresses`.
@@ -214,19 +184,28 @@ fn mappings_to_other_addresses(rules: &[ContainerRule], identity: &Identity, add
     others.filter_map(ContainerRule::claim).collect()
 }
 
-impl FamilyPlan<'_> {
+impl<'w> FamilyState<'w> {
+    /// Reads what exists for the request: of the rules of containers, those that [`read_rules`]
+    /// returns for `keys` and `appended`.
+    fn read(nft: &mut Nft, request: FamilyRequest<'w>, keys: &[Key], appended: &[&str]) -> Result<FamilyState<'w>> {
+        let shared = Shared::read(nft, request.family, request.wanted.snat)?;
+        let rules = read_rules(nft, request.family, &shared.chains, keys, appended)?;
+        Ok(FamilyState { request, shared, rules })
+    }
+
     /// Adds the attachment's own rules of the family: in each chain whose existing rules differ
     /// from the wanted ones, deletes the existing and appends the wanted ones. If the conditions
-    /// do not compile, the program `nft` writes the mappings afterwards.
-    fn add_own_rules(&self, batch: &mut Batch, identity: &Identity, host_link: HostLink) {
-        let FamilyRequest { wanted, family, container, claims } = &self.request;
+    /// do not compile, the program `nft` writes the mappings afterwards. `host_link` is the link on
+    /// the host that has the attachment's alias.
+    fn add_own_rules(&self, batch: &mut Batch, identity: &Identity, host_link: Option<&str>) {
+        let FamilyRequest { wanted, family, container, .. } = &self.request;
         let (table, addresses) = (shape::table(*family), wanted.addresses());
         for chain in CONTAINER_CHAINS {
             let of_chain = self.rules.iter().filter(|found| found.chain == chain);
             let own: Vec<&ContainerRule> =
                 of_chain.filter(|found| identity.owns(&found.listed.rule, &addresses)).collect();
             let new_rules = match chain {
-                HOSTPORTS => mapping_rules(&self.request, claims),
+                HOSTPORTS => mapping_rules(&self.request),
                 MASQUERADING => shape::masquerade_rules(container.address(), wanted.snat),
                 // Only older releases of Go add rules to `HOSTIP_HOSTPORTS`.
                 _ => Vec::new(),
@@ -244,10 +223,10 @@ impl FamilyPlan<'_> {
     }
 }
 
-/// Returns the rules that map `claims`; none if the conditions do not compile.
-fn mapping_rules(request: &FamilyRequest<'_>, claims: &[ClaimedPort]) -> Vec<Vec<Expr>> {
+/// Returns the rules that map the claims; none if the conditions do not compile.
+fn mapping_rules(request: &FamilyRequest<'_>) -> Vec<Vec<Expr>> {
     let Ok(conditions) = conditions::compile(request.conditions(), request.family) else { return Vec::new() };
-    claims.iter().map(|claim| [conditions.as_slice(), &shape::mapping_rule(claim)].concat()).collect()
+    request.claims.iter().map(|claim| [conditions.as_slice(), &shape::mapping_rule(claim)].concat()).collect()
 }
 
 /// Removes the rules of the selected attachments in both families, in one transaction. Adds the
@@ -341,21 +320,88 @@ fn select_garbage(
         if names_network(rule) {
             return is_garbage(rule);
         }
-        let owner = container_and_address(rule).and_then(|key| owners.get(&key));
-        if owner.is_none() && valid_of(rule).is_none() {
-            remarks.extend(found.claim().map(|claim| unknown_network_remark(&claim, rule)));
+        let all_are_garbage = container_and_address(rule).and_then(|key| owners.get(&key));
+        if all_are_garbage.is_none()
+            && valid_of(rule).is_none()
+            && let Some(claim) = found.claim()
+        {
+            let (address, id) = (claim.container, rule.comment.as_deref().unwrap_or("(unknown)"));
+            remarks.insert(format!(
+                "{claim} is mapped to {address} of container {id} by a nftables rule that names no network: it was not \
+                 removed, because it may belong to another network",
+            ));
         }
-        owner == Some(&true)
+        all_are_garbage == Some(&true)
     });
     rules
 }
 
-/// Returns the remark about a mapping that GC keeps because its rule names no network.
-fn unknown_network_remark(claim: &ClaimedPort, rule: &Rule) -> String {
-    let id = rule.comment.as_deref().unwrap_or("(unknown)");
-    format!(
-        "{claim} is mapped to {} of container {id} by a nftables rule that names no network: it was not removed, \
-         because it may belong to another network",
-        claim.container
-    )
+/// Returns the text from which `nft` adds the mappings of one family, a line for each: `add rule ip
+/// cni_hostport hostports CONDITIONS tcp dport 8080 dnat to 10.0.0.2:80 comment "ID"`.
+fn program_text(family: Family, conditions: &[String], claims: &[ClaimedPort], comment: &str) -> String {
+    let (table, ip) = (shape::table(family), if family == Family::V4 { "ip" } else { "ip6" });
+    let mut text = String::new();
+    for claim in claims {
+        let host_ip = claim.host_ip.map(|host_ip| format!("{ip} daddr {host_ip} ")).unwrap_or_default();
+        text.push_str(&format!(
+            "add rule {table} {HOSTPORTS} {} {host_ip}{} dport {} dnat to {} comment \"{comment}\"\n",
+            conditions.join(" "),
+            claim.protocol,
+            claim.host_port,
+            claim.container,
+        ));
+    }
+    text
+}
+
+/// The mappings of one family that the program writes.
+struct ProgramMappings {
+    /// The input of the program.
+    text: String,
+    /// The first token that [`conditions`] does not compile, for errors.
+    token: String,
+    program: PathBuf,
+}
+
+impl ProgramMappings {
+    /// Returns the mappings that only the program can write: those of each family whose conditions
+    /// [`conditions`] does not compile. Usually empty. Fails if there are some and `nft` is not
+    /// installed.
+    fn uncompiled(wanted: &Forwarding) -> Result<Vec<ProgramMappings>, Refusal> {
+        let mut uncompiled = Vec::new();
+        for request in wanted.families() {
+            let (family, conditions) = (request.family, request.conditions());
+            let Err(token) = conditions::compile(conditions, family) else { continue };
+            let Some(program) = program::find(&program::folders(std::env::var_os("PATH")), "nft") else {
+                let why = "portmap itself compiles only a part of nft's language, and the program nft, which knows all \
+                           of it, is not installed";
+                return Err(Refusal::Condition { token, why: why.to_owned() });
+            };
+            let text = program_text(family, conditions, &request.claims, &Identity::new(&wanted.attachment).comment);
+            uncompiled.push(ProgramMappings { text, token, program });
+        }
+        Ok(uncompiled)
+    }
+
+    /// Runs `nft` with the text. If `nft` refuses the text, the error has the first line of its
+    /// stderr.
+    fn run(&self, machine: &dyn Machine) -> Result<(), Refusal> {
+        let refusal = |why: String| Refusal::Condition { token: self.token.clone(), why };
+        let child = Child {
+            program: self.program.clone(),
+            args: vec!["-f".into(), "-".into()],
+            env: None,
+            stdin: self.text.as_bytes(),
+            timeout: PROGRAM_LIMIT,
+            on_sigterm: OnSigterm::Kill,
+        };
+        let program = self.program.display();
+        let output = machine.run(&child).map_err(|error| refusal(format!("{program}: {error}")))?;
+        if output.status == Exit::Status(0) {
+            return Ok(());
+        }
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let first_line = stderr.lines().next().unwrap_or_default();
+        Err(refusal(format!("{program} -f -: {}: {first_line}", output.status)))
+    }
 }

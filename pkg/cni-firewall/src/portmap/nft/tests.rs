@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use super::super::{Forwarding, Mapping, PortMap, Protocol, Removal, SetMark};
+use super::super::{Mapping, PortMap, Protocol, SetMark};
 use super::*;
 use crate::Backend;
 use crate::nft::raced;
@@ -48,8 +48,8 @@ fn differences(wanted: &Forwarding) -> Vec<String> {
 /// Removes rules, and returns their claims.
 #[track_caller]
 fn purge(filter: AttachmentFilter<'_>) -> BTreeSet<ClaimedPort> {
-    let Removal { claims, outcome } = with_portmap(|portmap| portmap.purge(filter));
-    outcome.unwrap();
+    let mut claims = BTreeSet::new();
+    with_portmap(|portmap| portmap.purge(filter, &mut claims).unwrap());
     claims
 }
 
@@ -229,4 +229,20 @@ fn undo_keeps_the_rules_of_other_attachments() {
         with_portmap(|portmap| portmap.undo(&wanted, Backend::Nftables).unwrap());
         assert_eq!(ruleset(), before);
     });
+}
+
+#[test]
+fn the_input_of_nft_is_a_rule_for_each_mapping() {
+    let claim = ClaimedPort {
+        protocol: Protocol::Udp,
+        host_ip: "fd00::1".parse().ok(),
+        host_port: 53,
+        container: "[fd00::2]:5353".parse().unwrap(),
+    };
+    let conditions = ["ct".to_owned(), "state new".to_owned()];
+    assert_eq!(
+        program_text(Family::V6, &conditions, &[claim], "c1"),
+        "add rule ip6 cni_hostport hostports ct state new ip6 daddr fd00::1 udp dport 53 dnat to [fd00::2]:5353 \
+         comment \"c1\"\n"
+    );
 }
