@@ -107,6 +107,8 @@ pub(crate) struct JumpSearch<'a> {
     pub(crate) address: Option<IpAddr>,
     /// Returns the keys of a jump in the index; none for a rule that every search must return.
     pub(crate) keys_of: fn(&Listed) -> Vec<Key>,
+    /// How often the chain is read if it has no index.
+    pub(crate) retries: Retries,
 }
 
 impl<'a> Chains<'a> {
@@ -233,7 +235,7 @@ impl<'a> Chains<'a> {
         if self.read_chains.contains_key(name) {
             return Ok(self.rules(name)?.to_vec());
         }
-        let JumpSearch { ports, target, address, keys_of } = search;
+        let JumpSearch { ports, target, address, keys_of, retries } = search;
         if let Some(chain) = self.find(name)?.filter(nft::is_long) {
             let wanted: Vec<Key> = ports.iter().map(|port| Key::port(*port)).chain([Key::target(target)]).collect();
             let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
@@ -249,7 +251,7 @@ impl<'a> Chains<'a> {
         let patterns: Vec<[u8; 2]> = ports.iter().flat_map(|port| [port.to_ne_bytes(), port.to_be_bytes()]).collect();
         let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
         let what = format!("failed to list nft chain {} {name}", self.table);
-        let found = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_where(self.table, name, is_candidate))?;
+        let found = nft.read_at_once(&what, retries, |nft| nft.rules_where(self.table, name, is_candidate))?;
         Ok(in_words(self.family, found))
     }
 

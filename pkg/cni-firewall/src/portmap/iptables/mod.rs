@@ -16,6 +16,7 @@ use super::conflict::{ConflictSearch, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Forwarding, Policy};
 use crate::engine::Store;
 use crate::iptables::{Chains, Edit, FAMILIES, JumpSearch, Part, Rule, SearchFor, Variant, program_prefix};
+use crate::nft::Retries;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
 
@@ -217,14 +218,15 @@ fn candidate_jumps(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<
     let ports: Vec<u16> = request.claims.iter().map(|claim| claim.host_port).collect();
     let chain = shape::chain_name(&request.wanted.attachment);
     let address = Some(request.container.address());
-    let keys_of = shape::jump_keys_in(request.family);
-    nat.find_jumps(DNAT, JumpSearch { ports: &ports, target: &chain, address, keys_of })
+    let (keys_of, retries) = (shape::jump_keys_in(request.family), Retries::Many);
+    nat.find_jumps(DNAT, JumpSearch { ports: &ports, target: &chain, address, keys_of, retries })
 }
 
 /// Returns the rules of [`DNAT`] that jump to `chain`.
-fn jumps_to(nat: &mut Chains<'_>, chain: &str) -> Result<Vec<Rule>> {
+fn jumps_to(nat: &mut Chains<'_>, chain: &str, retries: Retries) -> Result<Vec<Rule>> {
     let keys_of = shape::jump_keys_in(nat.family());
-    let mut jumps = nat.find_jumps(DNAT, JumpSearch { ports: &[], target: chain, address: None, keys_of })?;
+    let search = JumpSearch { ports: &[], target: chain, address: None, keys_of, retries };
+    let mut jumps = nat.find_jumps(DNAT, search)?;
     jumps.retain(|rule| rule.target() == Some(chain));
     Ok(jumps)
 }
@@ -277,7 +279,7 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
         }
     }
-    let jumps = jumps_to(nat, &chain)?;
+    let jumps = jumps_to(nat, &chain, Retries::Many)?;
     let chain_rules = nat.rules(&chain)?;
     let sections = shape::sections(chain_rules);
     let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));

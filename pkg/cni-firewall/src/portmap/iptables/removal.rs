@@ -16,6 +16,7 @@ use super::{candidate_jumps, jumps_to};
 use crate::Backend;
 use crate::engine::Store;
 use crate::iptables::{Chain, Chains, Edit, Iptables, Rule, Variant, variant_prefix};
+use crate::nft::Retries;
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni_linux::error::{Error, Result};
@@ -88,7 +89,7 @@ fn plan_removal_of_one(
     let mut edit = Edit::new();
     let chain = shape::chain_name(attachment);
     if let Some(content) = nat.chain(&chain)?.cloned() {
-        let jumps = jumps_to(nat, &chain)?;
+        let jumps = jumps_to(nat, &chain, Retries::Many)?;
         claims.extend(plan_removal_from(&mut edit, (&chain, &content), &jumps, is_removed));
     }
     // Very old releases of Go's plugin made this second chain.
@@ -229,7 +230,7 @@ pub(super) fn plan_displacement(
         let can_match = request.claims.iter().any(|claim| jump.can_match(claim));
         // An administrator may jump from DNAT to chains with another prefix: they are not touched.
         if can_match && jump.chain.starts_with(shape::PREFIX) && searched_chains.insert(jump.chain.clone()) {
-            let jumps = jumps_to(nat, &jump.chain)?;
+            let jumps = jumps_to(nat, &jump.chain, Retries::Many)?;
             plan_displacement_in_chain(nat, request, (&jump.chain, &jumps), search, edit)?;
         }
     }
@@ -247,7 +248,7 @@ pub(super) fn plan_displacement(
 }
 
 /// Does [`plan_displacement`] for the other containers' chains that lead to this container's
-/// address, except `searched_chains`.
+/// address, except `searched_chains`. Fails soon if other processes keep changing rules.
 fn plan_displacement_by_address(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
@@ -257,7 +258,7 @@ fn plan_displacement_by_address(
 ) -> Result<()> {
     for chain in nat.list_chains_for_address(shape::PREFIX, request.container.address(), DNAT)? {
         if !searched_chains.contains(&chain) {
-            let jumps = jumps_to(nat, &chain)?;
+            let jumps = jumps_to(nat, &chain, Retries::Few)?;
             plan_displacement_in_chain(nat, request, (&chain, &jumps), search, edit)?;
         }
     }

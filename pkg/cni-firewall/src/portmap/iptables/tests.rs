@@ -251,6 +251,25 @@ fn beside_busy_writer<T>(body: impl FnOnce() -> T) -> (T, usize) {
     })
 }
 
+#[test]
+fn the_search_by_address_reads_the_jumps_only_a_few_times() {
+    with_nft(|| {
+        let rule = "-A CNI-HOSTPORT-DNAT -p tcp -m multiport --dports & -j CNI-DN-other";
+        let chains = "*nat\\n:CNI-HOSTPORT-DNAT - [0:0]\\n:CNI-DN-other - [0:0]\\n";
+        shell(&format!("(printf '{chains}'; seq 3000 | sed 's/.*/{rule}/'; echo COMMIT) | iptables-nft-restore"));
+        let machine = machine();
+        let store = Store::new(&machine, Notes::silent(), Table::Nat, "");
+        let mut iptables = store.open(OnSigterm::Kill).unwrap();
+        let mut nat = iptables.read(Family::V4, Variant::Nft).unwrap();
+        let (found, changes) = beside_busy_writer(|| {
+            thread::sleep(Duration::from_millis(20));
+            jumps_to(&mut nat, "CNI-DN-other", Retries::Few)
+        });
+        let error = found.unwrap_err().to_string();
+        assert!(error.ends_with("changed the rules during each of 4 readings"), "{error}, {changes} changes");
+    });
+}
+
 /// Returns the chains with the rules of this many attachments.
 fn mapped(count: usize) -> String {
     let mut saved = String::new();
