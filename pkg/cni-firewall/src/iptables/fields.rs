@@ -19,15 +19,15 @@ pub(super) fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option
     }
     let prefix_len = match mask {
         None => data.len() * 8,
+        Some(mask) if mask.len() != data.len() => return None,
         Some(mask) => {
-            let full_bytes = mask.iter().take_while(|byte| **byte == 0xff).count();
-            let partial_bits = mask.get(full_bytes).map_or(0, |byte| byte.leading_ones() as usize);
-            let leading_bits = full_bytes * 8 + partial_bits;
-            let set_bits: u32 = mask.iter().map(|byte| byte.count_ones()).sum();
-            if mask.len() != data.len() || set_bits as usize != leading_bits {
+            let mut bits = [0; 16];
+            bits[..mask.len()].copy_from_slice(mask);
+            let bits = u128::from_be_bytes(bits);
+            if bits.count_ones() != bits.leading_ones() {
                 return None;
             }
-            leading_bits
+            bits.leading_ones() as usize
         }
     };
     let mut bytes = data.to_vec();

@@ -84,16 +84,8 @@ pub fn quote(word: &str) -> Option<String> {
     if !word.is_empty() && word.chars().all(needs_no_quotes) {
         return Some(word.to_owned());
     }
-    let mut text = String::with_capacity(word.len() + 2);
-    text.push('"');
-    for char in word.chars() {
-        if matches!(char, '"' | '\\') {
-            text.push('\\');
-        }
-        text.push(char);
-    }
-    text.push('"');
-    Some(text)
+    let escaped = word.replace('\\', "\\\\").replace('"', "\\\"");
+    Some(format!("\"{escaped}\""))
 }
 
 #[cfg(test)]

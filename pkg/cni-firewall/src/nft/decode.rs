@@ -1,24 +1,34 @@
 //! Decodes the kernel's nf_tables messages. No input makes it panic; unknown attributes are
-//! skipped.
+//! skipped. A `payload` is what follows the netlink header. A function that returns an `Option`
+//! returns `None` if a required attribute is missing or malformed, unless it says otherwise.
 
 use super::expr::{self, Expr};
 use super::userdata;
 use super::{BaseChain, Chain, Hook, Kind, Listed, Rule};
 use cni_linux::netlink::wire::{attribute, attributes, number, text, u64_be};
 
-/// The length of `struct nfgenmsg`: family, version, resource id.
-const NFGENMSG_LEN: usize = 4;
+const NFTA_RULE_TABLE: u16 = 1;
+const NFTA_RULE_CHAIN: u16 = 2;
+const NFTA_RULE_HANDLE: u16 = 3;
+const NFTA_RULE_EXPRESSIONS: u16 = 4;
+const NFTA_RULE_POSITION: u16 = 6;
+const NFTA_RULE_USERDATA: u16 = 7;
+
+/// Returns the attributes of an object, which follow `struct nfgenmsg`: family, version, resource
+/// id. Empty if the payload is too short.
+fn object(payload: &[u8]) -> &[u8] {
+    payload.get(4..).unwrap_or_default()
+}
 
 /// Returns the lower 16 bits of the generation at which an object was dumped: the resource id.
 pub fn generation_low_bits(payload: &[u8]) -> Option<u16> {
-    const RESOURCE_ID: std::ops::Range<usize> = 2..NFGENMSG_LEN;
-    Some(u16::from_be_bytes(payload.get(RESOURCE_ID)?.try_into().ok()?))
+    Some(u16::from_be_bytes(*payload.get(2..)?.first_chunk()?))
 }
 
 /// Returns the generation in the answer to `GetGen`.
 pub fn generation(payload: &[u8]) -> Option<u32> {
     const NFTA_GEN_ID: u16 = 1;
-    number(payload.get(NFGENMSG_LEN..)?, NFTA_GEN_ID)
+    number(object(payload), NFTA_GEN_ID)
 }
 
 /// Decodes a dumped chain; returns its table's name and the chain.
@@ -31,7 +41,7 @@ pub fn chain(payload: &[u8]) -> Option<(String, Chain)> {
     const NF_DROP: u32 = 0;
     const NFTA_CHAIN_USE: u16 = 6;
     const NFTA_CHAIN_TYPE: u16 = 7;
-    let bytes = payload.get(NFGENMSG_LEN..)?;
+    let bytes = object(payload);
     let table = text(attribute(bytes, NFTA_CHAIN_TABLE)?);
     let name = text(attribute(bytes, NFTA_CHAIN_NAME)?);
     let handle = u64_be(attribute(bytes, NFTA_CHAIN_HANDLE)?)?;
@@ -55,11 +65,6 @@ fn base_chain(hook: &[u8], kind: &[u8]) -> Option<BaseChain> {
     })
 }
 
-const NFTA_RULE_TABLE: u16 = 1;
-const NFTA_RULE_CHAIN: u16 = 2;
-const NFTA_RULE_HANDLE: u16 = 3;
-const NFTA_RULE_EXPRESSIONS: u16 = 4;
-
 /// The table, the chain and the handle of a dumped rule.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
@@ -73,21 +78,20 @@ pub struct Place<'a> {
 
 /// Whether a rule that the kernel reports has a position: then it is not the last of its chain.
 pub(super) fn has_position(payload: &[u8]) -> bool {
-    const NFTA_RULE_POSITION: u16 = 6;
-    payload.get(NFGENMSG_LEN..).is_some_and(|bytes| attribute(bytes, NFTA_RULE_POSITION).is_some())
+    attribute(object(payload), NFTA_RULE_POSITION).is_some()
 }
 
 /// Decodes a table; returns its number and its name.
 pub(super) fn table(payload: &[u8]) -> Option<(u64, String)> {
     const NFTA_TABLE_NAME: u16 = 1;
     const NFTA_TABLE_HANDLE: u16 = 4;
-    let bytes = payload.get(NFGENMSG_LEN..)?;
+    let bytes = object(payload);
     Some((u64_be(attribute(bytes, NFTA_TABLE_HANDLE)?)?, text(attribute(bytes, NFTA_TABLE_NAME)?)))
 }
 
 /// Decodes only the table, the chain and the handle of a dumped rule.
 pub fn place(payload: &[u8]) -> Option<Place<'_>> {
-    let bytes = payload.get(NFGENMSG_LEN..)?;
+    let bytes = object(payload);
     // Without the final NUL.
     let name = |kind| attribute(bytes, kind)?.split(|byte| *byte == 0).next();
     Some(Place {
@@ -99,26 +103,22 @@ pub fn place(payload: &[u8]) -> Option<Place<'_>> {
 
 /// Returns the comment of a dumped rule; empty if it has none.
 pub fn comment(payload: &[u8]) -> &[u8] {
-    const NFTA_RULE_USERDATA: u16 = 7;
-    let userdata = payload.get(NFGENMSG_LEN..).and_then(|bytes| attribute(bytes, NFTA_RULE_USERDATA));
-    userdata::comment(userdata.unwrap_or_default())
+    userdata::comment(attribute(object(payload), NFTA_RULE_USERDATA).unwrap_or_default())
 }
 
 /// Returns how many packets the counters of a dumped rule have counted.
 pub fn counted_packets(payload: &[u8]) -> u64 {
     const NFTA_COUNTER_PACKETS: u16 = 2;
-    let exprs = payload.get(NFGENMSG_LEN..).and_then(|bytes| attribute(bytes, NFTA_RULE_EXPRESSIONS));
-    let packets = attributes(exprs.unwrap_or_default()).map(|(_, element)| {
-        let (name, data) = expr::parts(element);
-        attribute(data, NFTA_COUNTER_PACKETS).filter(|_| name == "counter").and_then(u64_be).unwrap_or(0)
-    });
+    let exprs = attribute(object(payload), NFTA_RULE_EXPRESSIONS).unwrap_or_default();
+    let counters =
+        attributes(exprs).map(|(_, element)| expr::name_and_data(element)).filter(|(name, _)| name == "counter");
+    let packets = counters.filter_map(|(_, data)| u64_be(attribute(data, NFTA_COUNTER_PACKETS)?));
     packets.fold(0, u64::saturating_add)
 }
 
 /// Decodes a dumped rule.
 pub fn rule(payload: &[u8]) -> Option<Listed> {
-    const NFTA_RULE_USERDATA: u16 = 7;
-    let bytes = payload.get(NFGENMSG_LEN..)?;
+    let bytes = object(payload);
     let handle = u64_be(attribute(bytes, NFTA_RULE_HANDLE)?)?;
     let exprs = attribute(bytes, NFTA_RULE_EXPRESSIONS).unwrap_or_default();
     let exprs = attributes(exprs).map(|(_, element)| Expr::decode(element)).collect();
@@ -138,12 +138,9 @@ pub fn has_any_pair(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
 /// bytes.
 pub fn mentions(rule: &[u8], bytes: impl AsRef<[u8]>) -> bool {
     let Some((first_pair, rest)) = bytes.as_ref().split_first_chunk::<2>() else { return true };
-    for (index, pair) in rule.as_chunks::<2>().0.iter().enumerate() {
-        if pair == first_pair && rule.get(2 * index + 2..).is_some_and(|after| after.starts_with(rest)) {
-            return true;
-        }
-    }
-    false
+    let mut pairs = rule.as_chunks::<2>().0.iter().enumerate();
+    // Most pairs differ, so comparing the first pair alone saves most of the time.
+    pairs.any(|(index, pair)| pair == first_pair && rule[2 * index + 2..].starts_with(rest))
 }
 
 #[cfg(test)]

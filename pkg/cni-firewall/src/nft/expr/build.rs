@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use cni::cidr::octets;
 
 use super::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
+use crate::nft::Family;
 
 /// Returns a match: `load`, which must load a value into register 1, and the comparison of this
 /// value with `data`.
@@ -119,12 +120,15 @@ fn ct_has_any(key: u32, bits: u32) -> Vec<Expr> {
     ]
 }
 
+/// Returns the family of an address.
+fn family_of(address: IpAddr) -> Family {
+    if address.is_ipv4() { Family::Ip } else { Family::Ip6 }
+}
+
 /// Returns the match `meta nfproto ipv4` or `ipv6`, the family of the address. `nft` adds this
 /// itself before an address in an inet table.
 pub fn nfproto(address: IpAddr) -> Vec<Expr> {
-    let number = if address.is_ipv4() { libc::NFPROTO_IPV4 } else { libc::NFPROTO_IPV6 };
-    // Both numbers fit into the byte.
-    equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![u8::try_from(number).unwrap_or_default()])
+    equal(Expr::Meta { key: MetaKey::NFPROTO, to: Reg::R1 }, vec![family_of(address) as u8])
 }
 
 /// Returns the match `meta l4proto PROTO`, by `IPPROTO_*`. `nft` adds this itself before a port.
@@ -155,13 +159,9 @@ pub fn fib_daddr_local() -> Vec<Expr> {
 /// Returns the statement `dnat to ADDR:PORT`, for an ip or ip6 table; without a port, the packet
 /// keeps its port.
 pub fn dnat(addr: IpAddr, port: Option<u16>) -> Vec<Expr> {
-    let family = match addr {
-        IpAddr::V4(_) => libc::NFPROTO_IPV4,
-        IpAddr::V6(_) => libc::NFPROTO_IPV6,
-    };
     let mut exprs = vec![Expr::Load { to: Reg::R1, data: octets(addr) }];
     exprs.extend(port.map(|port| Expr::Load { to: Reg::R2, data: port.to_be_bytes().to_vec() }));
-    exprs.push(Expr::Dnat { family: family.unsigned_abs(), addr: Reg::R1, port: port.map(|_| Reg::R2) });
+    exprs.push(Expr::Dnat { family: family_of(addr) as u32, addr: Reg::R1, port: port.map(|_| Reg::R2) });
     exprs
 }
 
@@ -197,15 +197,11 @@ pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
 /// Does the same as [`masked`], but always with a mask.
 pub fn with_mask(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
     let Some(Expr::Cmp { reg, data, .. }) = exprs.last_mut() else { return exprs };
-    let mut mask = Vec::new();
-    let mut remaining_bits = u32::from(prefix);
-    for byte in data.iter_mut() {
-        let bits = remaining_bits.min(8);
-        remaining_bits -= bits;
-        // The upper `bits` bits. With 0 bits, the shift by 8 returns `None`.
-        let byte_mask = 0xff_u8.checked_shl(8 - bits).unwrap_or(0);
-        *byte &= byte_mask;
-        mask.push(byte_mask);
+    // With prefix 0, the shift by all 128 bits returns `None`.
+    let ones = u128::MAX.checked_shl(128_u32.saturating_sub(prefix.into())).unwrap_or(0);
+    let mask: Vec<u8> = ones.to_be_bytes().into_iter().take(data.len()).collect();
+    for (byte, mask) in data.iter_mut().zip(&mask) {
+        *byte &= mask;
     }
     let bitwise = Expr::Bitwise { reg: *reg, xor: vec![0; mask.len()], mask };
     exprs.insert(exprs.len() - 1, bitwise);

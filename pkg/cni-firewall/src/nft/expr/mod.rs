@@ -5,8 +5,8 @@
 //! written and read as lists of them, and compared as lists. The functions in `build` return lists
 //! of expressions.
 //!
-//! A register's contents are as the kernel loads them: packet
-//! bytes as on the wire, marks and families in the host's byte order.
+//! A register's contents are as the kernel loads them: packet bytes as on the wire, marks and
+//! families in the host's byte order.
 
 mod build;
 mod wire;
@@ -15,7 +15,7 @@ pub use build::{
     ct_dnat, ct_established_related, daddr, dnat, dport, ether_saddr, ether_saddr_of, fib_daddr_local, icmpv6_types,
     iifname, iifname_of, in_set, jump, l4proto, masked, nfproto, not, oifname, saddr, with_mask,
 };
-pub(super) use wire::parts;
+pub(super) use wire::name_and_data;
 
 /// A register of 16 bytes, by the kernel's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -93,7 +93,7 @@ impl Expr {
     /// Decodes one element of a rule's expression list. An expression, or a form of it, that
     /// [`Expr`] does not represent becomes [`Expr::Other`].
     pub(in crate::nft) fn decode(element: &[u8]) -> Expr {
-        let (name, data) = parts(element);
+        let (name, data) = name_and_data(element);
         Expr::decode_known(&name, data).unwrap_or(Expr::Other(name))
     }
 
@@ -144,6 +144,6 @@ impl Expr {
 }
 
 /// Returns the name and the attributes of an element of a rule's expression list.
-pub(in crate::nft) fn parts(element: &[u8]) -> (String, &[u8]) {
+pub(in crate::nft) fn name_and_data(element: &[u8]) -> (String, &[u8]) {
     (text(attribute(element, 1).unwrap_or_default()), attribute(element, 2).unwrap_or_default())
 }

@@ -59,21 +59,15 @@ pub(super) fn write_entry(handle: u64, keys: &[Key], entries: &mut Vec<u8>) {
     keys.iter().for_each(|Key(key)| entries.extend(key));
 }
 
-/// Splits the first entry off the entries of an index; `None` if it is cut, or at the end.
-fn split_entry(bytes: &[u8]) -> Option<(Entry<'_>, &[u8])> {
-    // 8 bytes of the handle and the number of the keys.
-    let count = usize::from(*bytes.get(8)?);
-    let (bytes, rest) = bytes.split_at_checked(9 + 4 * count)?;
-    let (handle, keys) = bytes.split_first_chunk()?;
-    Some((Entry { handle: u64::from_ne_bytes(*handle), keys: keys.get(1..)?.as_chunks().0, bytes }, rest))
-}
-
-/// Returns the entries of an index in the order of the chain.
+/// Returns the entries of an index in the order of the chain, up to the first that is cut.
 pub(super) fn entries(mut bytes: &[u8]) -> impl Iterator<Item = Entry<'_>> {
     std::iter::from_fn(move || {
-        let (entry, rest) = split_entry(bytes)?;
+        // 8 bytes of the handle and the number of the keys.
+        let key_count = usize::from(*bytes.get(8)?);
+        let (entry, rest) = bytes.split_at_checked(9 + 4 * key_count)?;
         bytes = rest;
-        Some(entry)
+        let (handle, keys) = entry.split_first_chunk()?;
+        Some(Entry { handle: u64::from_ne_bytes(*handle), keys: keys.get(1..)?.as_chunks().0, bytes: entry })
     })
 }
 
