@@ -44,7 +44,7 @@ use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_established_related, daddr, icmpv6_types, in_set, jump, l4proto, masked, saddr,
 };
-use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Rule, SetKind, Table, decode};
+use crate::nft::{BaseChain, Batch, Family, Hook, Kind, Nft, Rule, Table, decode};
 
 pub(crate) const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
 /// The chain of the records.
@@ -93,15 +93,15 @@ fn network(owner: &str) -> &str {
     owner.split('/').next().unwrap_or_default().trim_start_matches("cni:")
 }
 
-/// Returns the name and the type of the set of the network with this chain, for addresses of the
-/// same family as `address`.
-fn network_set(chain: &str, address: IpAddr) -> (String, SetKind) {
+/// Returns the name of the set of the network with this chain, for addresses of the same family as
+/// `address`.
+fn network_set(chain: &str, address: IpAddr) -> String {
     set_of(&format!("{chain}_"), address)
 }
 
 /// Returns the element of a set that a record requires.
 fn element(owned: &OwnedAddress) -> Object {
-    let (set, _) = network_set(&network_chain(&owned.owner), owned.address);
+    let set = network_set(&network_chain(&owned.owner), owned.address);
     Object::Element { set, address: owned.address }
 }
 
@@ -156,7 +156,7 @@ fn established_rule() -> Vec<Expr> {
 /// Returns the rules of [`EGRESS`] that lead to a network's chain.
 fn dispatch_rules(chain: &str) -> [Vec<Expr>; 2] {
     FAMILY_SAMPLES.map(|sample| {
-        let (set, _) = network_set(chain, sample);
+        let set = network_set(chain, sample);
         [match_family(TABLE, sample), in_set(saddr(sample), &set), vec![jump(chain)]].concat()
     })
 }
@@ -236,8 +236,8 @@ fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result
         batch.ensure_chain(TABLE, &chain, Some(network(owner)));
     }
     for sample in FAMILY_SAMPLES {
-        let (set, kind) = network_set(&chain, sample);
-        batch.ensure_set(TABLE, &set, kind);
+        let set = network_set(&chain, sample);
+        batch.ensure_set(TABLE, &set, sample);
     }
     let base_chains = [FORWARD, INPUT].map(|(name, base)| (name, hook_rules(base.hook)));
     for (name, rules) in base_chains.into_iter().chain([(chain.as_str(), network_rules(egress))]) {

@@ -37,7 +37,7 @@ use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, jump, nfproto, not, oifname, saddr,
 };
-use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Nft, Rule, SetKind, Table};
+use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Nft, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
@@ -127,15 +127,15 @@ impl EntryChain {
     }
 }
 
-/// Returns the name, which begins with `prefix`, and the type of the set for addresses of the same
-/// family as `address`.
-pub(super) fn set_of(prefix: &str, address: IpAddr) -> (String, SetKind) {
-    if address.is_ipv4() { (format!("{prefix}4"), SetKind::Ipv4) } else { (format!("{prefix}6"), SetKind::Ipv6) }
+/// Returns the name, which begins with `prefix`, of the set for addresses of the same family as
+/// `address`.
+pub(super) fn set_of(prefix: &str, address: IpAddr) -> String {
+    if address.is_ipv4() { format!("{prefix}4") } else { format!("{prefix}6") }
 }
 
 /// Returns the elements of sets and the isolation rules that an address requires.
 fn objects(owned: &OwnedAddress) -> Result<Vec<Object>> {
-    let element = |prefix| Object::Element { set: set_of(prefix, owned.address).0, address: owned.address };
+    let element = |prefix| Object::Element { set: set_of(prefix, owned.address), address: owned.address };
     let mut objects = vec![element(PODS)];
     if owned.accepts_redirected {
         objects.push(element(REDIRECTED));
@@ -172,12 +172,12 @@ fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>>
     let table = entry_chain.table();
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in entry_chain.family_samples() {
-        let (set, _) = set_of(PODS, sample);
+        let set = set_of(PODS, sample);
         // `in_set` turns the comparison with `sample` into a lookup in the set.
         let mut matches =
             vec![in_set(saddr(sample), &set), [in_set(daddr(sample), &set), ct_established_related()].concat()];
         if accepted == Accepted::Redirected {
-            let (set, _) = set_of(REDIRECTED, sample);
+            let set = set_of(REDIRECTED, sample);
             matches.push([in_set(daddr(sample), &set), ct_dnat()].concat());
         }
         for exprs in matches {
@@ -288,8 +288,7 @@ fn add_shared_chains(
     }
     let ensure_sets = |batch: &mut Batch, prefix| {
         for sample in entry_chain.family_samples() {
-            let (set, kind) = set_of(prefix, sample);
-            batch.ensure_set(table, &set, kind);
+            batch.ensure_set(table, &set_of(prefix, sample), sample);
         }
     };
     ensure_sets(batch, PODS);

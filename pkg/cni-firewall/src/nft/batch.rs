@@ -73,26 +73,6 @@ impl Hook {
     }
 }
 
-/// The type of a set's elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SetKind {
-    /// `type ipv4_addr`
-    Ipv4,
-    /// `type ipv6_addr`
-    Ipv6,
-}
-
-impl SetKind {
-    /// Returns the type's number, which only `nft` interprets, and the length of an element in
-    /// bytes.
-    fn wire(self) -> (u32, u32) {
-        match self {
-            SetKind::Ipv4 => (7, 4),
-            SetKind::Ipv6 => (8, 16),
-        }
-    }
-}
-
 /// The position in a chain at which a rule is added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RulePosition {
@@ -262,11 +242,13 @@ impl Batch {
         self.mark(place, effect);
     }
 
-    /// Creates a set of addresses unless it exists.
-    pub fn ensure_set(&mut self, table: Table<'_>, name: &str, kind: SetKind) {
+    /// Creates a set for addresses of the family of `sample` unless it exists.
+    pub fn ensure_set(&mut self, table: Table<'_>, name: &str, sample: IpAddr) {
         // The kernel requires a number that no other set of the transaction has.
         let id = u32::try_from(self.changes.len()).unwrap_or(u32::MAX);
-        let (data_type, len) = kind.wire();
+        // `type ipv4_addr` or `type ipv6_addr`: a number that only `nft` interprets, and the length
+        // of an element in bytes.
+        let (data_type, len) = if sample.is_ipv4() { (7, 4) } else { (8, 16) };
         let request = Request::in_table(RequestType::NewSet, table).text(2, name);
         let request = request.number(4, data_type).number(5, len).number(10, id);
         self.push(format!("failed to add nft set {table} {name}"), NLM_F_CREATE, request);

@@ -28,7 +28,7 @@ mod socket;
 pub mod userdata;
 
 pub(crate) use batch::RulePosition;
-pub use batch::{BaseChain, Batch, Hook, Kind, SetKind};
+pub use batch::{BaseChain, Batch, Hook, Kind};
 pub use decode::{has_any_pair, mentions};
 pub use expr::{Expr, Verdict};
 pub(crate) use index::{Key, Search, is_long};
