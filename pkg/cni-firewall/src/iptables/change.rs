@@ -265,7 +265,7 @@ fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result
         // A base chain that exists must not be in the transaction: closing the socket would then
         // wait for an RCU grace period.
         match nft.find_chain(nft_table, name)? {
-            Some(chain) => nft.use_index(nft_table, &chain, keys_in(family))?,
+            Some(chain) => nft.keep_index(nft_table, &chain, keys_in(family))?,
             None => missing.push((name, *base)),
         }
     }

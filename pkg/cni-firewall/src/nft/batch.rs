@@ -10,7 +10,6 @@ use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST}
 use std::net::IpAddr;
 
 use super::request::{Request, RequestType, number_attribute};
-use super::userdata;
 use super::{Expr, Family, Generation, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::Message;
@@ -80,21 +79,23 @@ pub(crate) enum RulePosition {
     Last,
 }
 
-/// A change of a batch.
-#[derive(Debug)]
-pub(crate) struct Change {
-    /// The beginning of the error's text if the kernel refuses the change: `failed to ...`.
-    pub(crate) what: String,
-    /// Whether it creates a base chain: then the errno of a refusal is replaced.
-    pub(crate) is_base_chain: bool,
-    /// `NLM_F_*`
-    pub(crate) flags: u16,
-    /// The type of the netlink message.
-    pub(crate) kind: u16,
-    /// What follows the netlink header.
-    pub(crate) body: Vec<u8>,
-    /// The chain whose rules it changes, with the names of table and chain, and how.
-    pub(crate) rules: Option<((Family, String, String), RuleChange)>,
+impl RulePosition {
+    /// Returns the flags of the netlink message that adds a rule here, and how that changes the
+    /// rules of the chain.
+    fn flags_and_effect(self) -> (u16, RuleChange) {
+        match self {
+            RulePosition::First => (NLM_F_CREATE, RuleChange::Other),
+            RulePosition::Last => (NLM_F_CREATE | NLM_F_APPEND, RuleChange::Append),
+        }
+    }
+}
+
+/// The family and the name of a chain's table, and the chain's name.
+pub(super) type ChainPlace = (Family, String, String);
+
+/// Returns the place of a chain.
+pub(super) fn place_of(table: Table<'_>, chain: &str) -> ChainPlace {
+    (table.family, table.name.to_owned(), chain.to_owned())
 }
 
 /// How a change changes the rules of a chain.
@@ -108,13 +109,21 @@ pub(crate) enum RuleChange {
     Other,
 }
 
-/// Changes that are made together or not at all.
-#[derive(Debug, Default)]
-pub struct Batch {
-    changes: Vec<Change>,
-    generation: Option<Generation>,
-    /// The error of the first change that cannot be encoded.
-    fault: Option<Error>,
+/// A change of a batch.
+#[derive(Debug)]
+pub(crate) struct Change {
+    /// The beginning of the error's text if the kernel refuses the change: `failed to ...`.
+    pub(crate) what: String,
+    /// Whether it creates a base chain: then the errno of a refusal is replaced.
+    pub(crate) is_base_chain: bool,
+    /// `NLM_F_*`
+    pub(crate) flags: u16,
+    /// The type of the netlink message.
+    pub(crate) kind: u16,
+    /// What follows the netlink header.
+    pub(crate) body: Vec<u8>,
+    /// The chain whose rules it changes, and how; `None` for any other change.
+    pub(super) rules: Option<(ChainPlace, RuleChange)>,
 }
 
 impl Change {
@@ -122,6 +131,21 @@ impl Change {
     pub(crate) fn write(&self, sequence: u32, bytes: &mut Vec<u8>) {
         Message { kind: self.kind, flags: self.flags, sequence, payload: &self.body }.write(bytes);
     }
+
+    /// Records how the change changes the rules of a chain.
+    fn set_rules(&mut self, table: Table<'_>, chain: &str, effect: RuleChange) {
+        self.rules = Some((place_of(table, chain), effect));
+    }
+}
+
+/// Changes that are made together or not at all.
+#[derive(Debug, Default)]
+pub struct Batch {
+    changes: Vec<Change>,
+    /// The generation that [`only_at`](Batch::only_at) requires.
+    pub(super) generation: Option<Generation>,
+    /// The error of the first change that cannot be encoded.
+    fault: Option<Error>,
 }
 
 impl Batch {
@@ -137,16 +161,10 @@ impl Batch {
         self.generation = Some(generation);
     }
 
-    /// Returns the generation that [`only_at`](Batch::only_at) requires.
-    pub(crate) fn generation(&self) -> Option<Generation> {
-        self.generation
-    }
-
     /// Creates the table unless it exists. An existing table keeps its comment.
     pub fn ensure_table(&mut self, table: Table<'_>, comment: Option<&str>) {
-        let what = format!("failed to add nft table {table}");
-        let userdata = self.userdata(&what, comment, &[]);
-        self.push(what, NLM_F_CREATE, Request::in_table(RequestType::NewTable, table).userdata(6, userdata));
+        let request = Request::in_table(RequestType::NewTable, table).userdata(6, comment, &[]);
+        self.push(format!("failed to add nft table {table}"), NLM_F_CREATE, request);
     }
 
     /// Creates the base chain, with policy accept, unless it exists. On every kernel, the commit
@@ -156,10 +174,7 @@ impl Batch {
         let what = format!("failed to add nft base chain {table} {name}");
         let hook = [number_attribute(1, base.hook as u32), number_attribute(2, base.priority.cast_unsigned())];
         let request = Request::in_table(RequestType::NewChain, table).text(3, name).nest(4, &hook.concat());
-        self.push(what, NLM_F_CREATE, request.text(7, base.kind.name()));
-        if let Some(change) = self.changes.last_mut() {
-            change.is_base_chain = true;
-        }
+        self.push(what, NLM_F_CREATE, request.text(7, base.kind.name())).is_base_chain = true;
     }
 
     /// Creates the chain unless it exists. An existing chain keeps its comment.
@@ -174,17 +189,15 @@ impl Batch {
 
     /// Adds the creation of a chain with these netlink flags.
     fn push_chain(&mut self, table: Table<'_>, name: &str, comment: Option<&str>, flags: u16) {
-        let what = format!("failed to add nft chain {table} {name}");
-        let userdata = self.userdata(&what, comment, &[]);
-        let request = Request::in_table(RequestType::NewChain, table).text(3, name);
-        self.push(what, flags, request.userdata(12, userdata));
+        let request = Request::in_table(RequestType::NewChain, table).text(3, name).userdata(12, comment, &[]);
+        self.push(format!("failed to add nft chain {table} {name}"), flags, request);
     }
 
     /// Removes every rule of the chain. The commit fails with ENOENT if the chain does not exist.
     pub fn flush_chain(&mut self, table: Table<'_>, name: &str) {
         let request = Request::in_table(RequestType::DeleteRule, table).text(2, name);
-        self.push(format!("failed to flush nft chain {table} {name}"), 0, request);
-        self.mark((table, name), RuleChange::Other);
+        let what = format!("failed to flush nft chain {table} {name}");
+        self.push(what, 0, request).set_rules(table, name, RuleChange::Other);
     }
 
     /// Makes these the only rules of the chain, which must exist. No packet sees the chain without
@@ -212,8 +225,9 @@ impl Batch {
     fn add_rule(&mut self, table: Table<'_>, chain: &str, rule: &Rule, position: RulePosition) {
         let comment = rule.comment.as_deref();
         let what = format!("failed to add rule {:?} to nft chain {table} {chain}", comment.unwrap_or_default());
-        let userdata = self.userdata(&what, comment, &rule.tags);
-        self.push_rule((table, chain), what, position, new_rule(table, chain, &rule.exprs).userdata(7, userdata));
+        let request = new_rule(table, chain, &rule.exprs).userdata(7, comment, &rule.tags);
+        let (flags, effect) = position.flags_and_effect();
+        self.push(what, flags, request).set_rules(table, chain, effect);
     }
 
     /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
@@ -229,17 +243,8 @@ impl Batch {
         let what = format!("failed to add a rule to iptables chain {table} {chain}");
         let protocol_and_flags = [number_attribute(1, protocol.into()), number_attribute(2, 0)].concat();
         let request = new_rule(table, chain, exprs).nest(5, &protocol_and_flags);
-        self.push_rule((table, chain), what, position, request);
-    }
-
-    /// Adds the request that adds a rule to the chain.
-    fn push_rule(&mut self, place: (Table<'_>, &str), what: String, position: RulePosition, request: Request) {
-        let (flags, effect) = match position {
-            RulePosition::First => (NLM_F_CREATE, RuleChange::Other),
-            RulePosition::Last => (NLM_F_CREATE | NLM_F_APPEND, RuleChange::Append),
-        };
-        self.push(what, flags, request);
-        self.mark(place, effect);
+        let (flags, effect) = position.flags_and_effect();
+        self.push(what, flags, request).set_rules(table, chain, effect);
     }
 
     /// Creates a set for addresses of the family of `sample` unless it exists.
@@ -278,16 +283,17 @@ impl Batch {
     pub fn delete_rule(&mut self, table: Table<'_>, chain: &str, handle: u64) {
         let request = Request::in_table(RequestType::DeleteRule, table).text(2, chain);
         let what = format!("failed to delete rule {handle} of nft chain {table} {chain}");
-        self.push(what, 0, request.bytes(3, &handle.to_be_bytes()));
-        self.mark((table, chain), RuleChange::Delete(handle));
+        self.push(what, 0, request.handle(3, handle)).set_rules(table, chain, RuleChange::Delete(handle));
     }
 
-    /// Removes the chain with its rules. The commit fails with EBUSY if a rule jumps to the chain,
-    /// and with ENOENT if no chain has this handle, even if another chain has the name. Before
-    /// Linux 4.16 only the name counts.
+    /// Removes the chain with its rules. The commit fails with ENOENT if no chain has this handle,
+    /// even if another chain has the name, and with EBUSY if a rule jumps to the chain.
+    ///
+    /// Older kernels differ: before Linux 5.0 the commit also fails with EBUSY if the batch removes
+    /// the jump, and before Linux 4.16 only the name selects the chain.
     pub fn delete_chain(&mut self, table: Table<'_>, name: &str, handle: u64) {
-        let request = Request::in_table(RequestType::DeleteChain, table).text(3, name);
-        self.push(format!("failed to delete nft chain {table} {name}"), 0, request.bytes(2, &handle.to_be_bytes()));
+        let request = Request::in_table(RequestType::DeleteChain, table).text(3, name).handle(2, handle);
+        self.push(format!("failed to delete nft chain {table} {name}"), 0, request);
     }
 
     /// Removes the table with everything in it. The commit fails with ENOENT if it does not exist.
@@ -316,33 +322,17 @@ impl Batch {
         removals.map(|change| Batch { changes: vec![change], ..Batch::default() })
     }
 
-    /// Encodes a comment and tags; `None` if there are none, or if they are too long. If they are
-    /// too long, sets `fault` to an error that begins with `what`.
-    fn userdata(&mut self, what: &str, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Vec<u8>> {
-        if comment.is_none() && tags.is_empty() {
-            return None;
+    /// Adds the change that the request makes and returns it; see [`Change`] for the other
+    /// parameters.
+    fn push(&mut self, what: String, flags: u16, request: Request) -> &mut Change {
+        let Request { kind, body, lacks_userdata } = request;
+        if lacks_userdata && self.fault.is_none() {
+            let cause = Cause::text("comment and tags are longer than the 256 bytes that the kernel stores");
+            self.fault = Some(Error::new(&what, cause));
         }
-        let bytes = userdata::encode(comment, tags);
-        if bytes.is_none() && self.fault.is_none() {
-            self.fault = Some(Error::new(
-                what,
-                Cause::text("comment and tags are longer than the 256 bytes that the kernel stores"),
-            ));
-        }
-        bytes
-    }
-
-    /// Adds the change that the request makes; see [`Change`] for the other parameters.
-    fn push(&mut self, what: String, flags: u16, Request { kind, body }: Request) {
-        let flags = NLM_F_REQUEST | flags;
-        self.changes.push(Change { what, is_base_chain: false, flags, kind, body, rules: None });
-    }
-
-    /// Records how the last change changes the rules of a chain.
-    fn mark(&mut self, (table, chain): (Table<'_>, &str), effect: RuleChange) {
-        if let Some(change) = self.changes.last_mut() {
-            change.rules = Some(((table.family, table.name.to_owned(), chain.to_owned()), effect));
-        }
+        let position = self.changes.len();
+        self.changes.push(Change { what, is_base_chain: false, flags: NLM_F_REQUEST | flags, kind, body, rules: None });
+        &mut self.changes[position]
     }
 }
 

@@ -21,11 +21,10 @@ use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Read as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
 
-use super::batch::{Change, RuleChange};
-use super::request::{Request, RequestType};
-use super::{Chain, Family, Listed, Nft, Table, decode};
+use super::batch::{ChainPlace, Change, RuleChange, place_of};
+use super::request::{Request, RequestType, number_attribute};
+use super::{Chain, Listed, Nft, Table, decode};
 use cni_linux::error::Result;
 use cni_linux::netlink::wire;
 use netlink_packet_core::NLM_F_ECHO;
@@ -39,8 +38,8 @@ use entries::{Entry, entries, write_entry};
 const FOLDER: &str = "/run/cni";
 /// The file of the calling thread's network namespace.
 const NETNS: &str = "/proc/thread-self/ns/net";
-/// The number of the boot; empty if it cannot be read.
-static BOOT: LazyLock<Vec<u8>> = LazyLock::new(|| fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default());
+/// The file with the number of the boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// The last bytes of a file, with the version of its format.
 const MAGIC: &[u8; 8] = b"cniidx2\n";
 /// The number of rules from which a chain has an index. The kernel sends this many rules in one
@@ -78,7 +77,7 @@ impl Search<'_> {
 #[derive(Debug)]
 pub(crate) struct Index {
     path: PathBuf,
-    place: (Family, String, String),
+    place: ChainPlace,
     /// The bytes that tell the chain from all others: the numbers of its namespace, its table and
     /// itself, and that of the boot.
     identity: Vec<u8>,
@@ -92,6 +91,17 @@ pub(crate) struct Index {
     appended: Vec<Key>,
     /// Whether the index was made from all rules of the chain since the last transaction.
     pub(super) is_fresh: bool,
+}
+
+/// What a transaction does to the rules of one chain.
+#[derive(Default)]
+struct Effects {
+    /// The indices of the changes that append a rule.
+    appends: Vec<usize>,
+    /// The handles of the rules that are deleted.
+    deleted: Vec<u64>,
+    /// Whether the rules are changed in another way.
+    has_others: bool,
 }
 
 /// What the kernel reports of a rule that a transaction has appended.
@@ -111,9 +121,8 @@ pub(crate) fn is_long(chain: &Chain) -> bool {
 
 impl Index {
     /// Whether this is the index of the chain.
-    pub(crate) fn is_of(&self, table: Table<'_>, chain: &str) -> bool {
-        let (family, table_name, chain_name) = &self.place;
-        *family == table.family && table_name == table.name && chain_name == chain
+    fn is_of(&self, table: Table<'_>, chain: &Chain) -> bool {
+        self.place == place_of(table, &chain.name)
     }
 
     /// Returns the handles of the rules that may have one of the wanted keys, in the order of the
@@ -129,12 +138,12 @@ impl Index {
     /// program has appended rules since the index was made: the first is added after the last rule
     /// that the index knows, and each other after the one before it. Only the first makes the
     /// kernel search the chain.
-    pub(crate) fn prepare(&self, changes: &mut [Change]) {
+    pub(crate) fn request_reports(&self, changes: &mut [Change]) {
         const NFTA_RULE_POSITION: u16 = 6;
         const NFTA_RULE_ID: u16 = 9;
         const NFTA_RULE_POSITION_ID: u16 = 10;
-        let (appends, deleted) = (self.appends(changes), self.deleted(changes));
-        // Without a report, `finish` makes the caller read all rules.
+        let Effects { appends, deleted, .. } = self.effects(changes);
+        // Without a report, `update` makes the caller read all rules.
         if appends.is_empty() || appends.len() > REPORTS_MAX {
             return;
         }
@@ -142,11 +151,11 @@ impl Index {
         let Some(last) = last else { return };
         let mut position = wire::new_attribute(NFTA_RULE_POSITION, &last.handle.to_be_bytes());
         for append in appends {
-            let (change, id) = (&mut changes[append], u32::try_from(append).unwrap_or_default().to_be_bytes());
+            let (change, id) = (&mut changes[append], u32::try_from(append).unwrap_or_default());
             change.flags |= NLM_F_ECHO;
             change.body.append(&mut position);
-            change.body.extend(wire::new_attribute(NFTA_RULE_ID, &id));
-            position = wire::new_attribute(NFTA_RULE_POSITION_ID, &id);
+            change.body.extend(number_attribute(NFTA_RULE_ID, id));
+            position = number_attribute(NFTA_RULE_POSITION_ID, id);
         }
     }
 
@@ -154,42 +163,35 @@ impl Index {
     /// chain that is not long any more. `reported` are the rules that the kernel reports. Returns
     /// `false` if the transaction was planned by a file that does not have all rules of the chain.
     /// The file is removed then.
-    pub(crate) fn finish(mut self, changes: &[Change], reported: &[Appended]) -> bool {
-        let appends = self.appends(changes);
-        let deleted = self.deleted(changes);
-        let is_changed_otherwise = changes.iter().any(|change| self.effect(change) == Some(&RuleChange::Other));
+    pub(crate) fn update(mut self, changes: &[Change], reported: &[Appended]) -> bool {
+        let Effects { appends, deleted, has_others } = self.effects(changes);
         let report_of = |append: &usize| reported.iter().find(|rule| rule.position == append + 1);
         let reports: Option<Vec<&Appended>> = appends.iter().map(report_of).collect();
-        let Some(reports) =
-            reports.filter(|reports| !is_changed_otherwise && reports.last().is_none_or(|last| last.is_last))
-        else {
-            let is_fresh = self.is_fresh;
-            self.discard();
+        let has_all = |reports: &Vec<&Appended>| !has_others && reports.last().is_none_or(|last| last.is_last);
+        let Some(reports) = reports.filter(has_all) else {
             // A fresh index had all rules when the transaction was planned.
-            return is_fresh;
+            let was_complete = self.is_fresh;
+            self.discard();
+            return was_complete;
         };
         if !deleted.is_empty() {
-            let mut remaining = Vec::with_capacity(self.entries.len());
-            let remain = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle));
-            remain.for_each(|entry| remaining.extend(entry.bytes));
-            self.entries = remaining;
+            let remaining = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle));
+            self.entries = remaining.map(|entry| entry.bytes).collect::<Vec<_>>().concat();
         }
-        for report in &reports {
+        for report in reports {
             let mut keys = (self.keys_of)(&report.listed);
             if !keys.is_empty() {
                 keys.extend(&self.appended);
             }
             write_entry(report.listed.handle, &keys, &mut self.entries);
         }
-        let (added, removed) = (u32::try_from(appends.len()).ok(), u32::try_from(deleted.len()).ok());
-        let uses = added.and_then(|added| self.uses.checked_add(added)?.checked_sub(removed?));
-        match uses {
-            Some(uses) if uses >= RULES_MIN => {
-                self.uses = uses;
-                self.save();
-            }
-            // No call would use the file.
-            _ => self.discard(),
+        let count = |len: usize| u32::try_from(len).unwrap_or(u32::MAX);
+        self.uses = self.uses.saturating_add(count(appends.len())).saturating_sub(count(deleted.len()));
+        // No call would use the file of a short chain.
+        if self.uses >= RULES_MIN {
+            self.save();
+        } else {
+            self.discard();
         }
         true
     }
@@ -220,25 +222,18 @@ impl Index {
         [self.identity.as_slice(), &self.uses.to_ne_bytes(), MAGIC].concat()
     }
 
-    /// Returns what the change does to the rules of this chain; `None` for a change elsewhere.
-    fn effect<'c>(&self, change: &'c Change) -> Option<&'c RuleChange> {
-        let (place, effect) = change.rules.as_ref()?;
-        (*place == self.place).then_some(effect)
-    }
-
-    /// Returns the indices of the changes that append a rule to this chain.
-    fn appends(&self, changes: &[Change]) -> Vec<usize> {
-        let is_append = |(_, change): &(usize, &Change)| self.effect(change) == Some(&RuleChange::Append);
-        changes.iter().enumerate().filter(is_append).map(|(index, _)| index).collect()
-    }
-
-    /// Returns the handles of the rules of this chain that the changes delete.
-    fn deleted(&self, changes: &[Change]) -> Vec<u64> {
-        let handle = |change| match self.effect(change) {
-            Some(RuleChange::Delete(handle)) => Some(*handle),
-            _ => None,
-        };
-        changes.iter().filter_map(handle).collect()
+    /// Returns what the changes do to the rules of this chain.
+    fn effects(&self, changes: &[Change]) -> Effects {
+        let mut effects = Effects::default();
+        for (index, change) in changes.iter().enumerate() {
+            let Some((_, effect)) = change.rules.as_ref().filter(|(place, _)| *place == self.place) else { continue };
+            match effect {
+                RuleChange::Append => effects.appends.push(index),
+                RuleChange::Delete(handle) => effects.deleted.push(*handle),
+                RuleChange::Other => effects.has_others = true,
+            }
+        }
+        effects
     }
 }
 
@@ -288,16 +283,16 @@ impl Nft {
         Ok(())
     }
 
-    /// Lets the next transaction, which appends rules to the chain, keep the chain's index, if
-    /// there is one.
-    pub(crate) fn use_index(
+    /// Makes the next transaction, which appends rules to the chain, also update the chain's index,
+    /// if there is one. Otherwise the index would not describe the chain any more.
+    pub(crate) fn keep_index(
         &mut self,
         table: Table<'_>,
         chain: &Chain,
         keys_of: fn(&Listed) -> Vec<Key>,
     ) -> Result<()> {
         let search = Search { keys_of, appended: &[], wanted: &[], reads_all_if_missing: false };
-        if is_long(chain) { self.rules_by_index(table, chain, search).map(drop) } else { Ok(()) }
+        if is_long(chain) { self.load_index(table, chain, search) } else { Ok(()) }
     }
 
     /// Does [`rules_with_keys`](Nft::rules_with_keys) by the chain's index; `None` if there is none
@@ -308,10 +303,7 @@ impl Nft {
         chain: &Chain,
         search: Search<'_>,
     ) -> Result<Option<Vec<Listed>>> {
-        if !self.indexes.iter().any(|index| index.is_of(table, &chain.name)) {
-            let index = self.load_index(table, chain, search)?;
-            self.indexes.extend(index);
-        }
+        self.load_index(table, chain, search)?;
         self.rules_by_used_index(table, chain, search.wanted, search.reads_all_if_missing)
     }
 
@@ -325,73 +317,64 @@ impl Nft {
         wanted: &[Key],
         reads_all_if_missing: bool,
     ) -> Result<Option<Vec<Listed>>> {
-        let Some(position) = self.indexes.iter().position(|index| index.is_of(table, &chain.name)) else {
+        let Some(position) = self.indexes.iter().position(|index| index.is_of(table, chain)) else {
             return Ok(None);
         };
-        let (handles, has_all) = self.indexes[position].find(wanted);
+        let index = self.indexes.swap_remove(position);
+        let (handles, has_all) = index.find(wanted);
         if reads_all_if_missing && !has_all {
-            self.indexes.remove(position);
             return Ok(None);
         }
         let mut rules = Vec::new();
         for handle in handles {
-            match self.rule(table, &chain.name, handle)? {
-                Some(listed) => rules.push(listed),
-                None => {
-                    self.indexes.remove(position).discard();
-                    return Ok(None);
-                }
-            }
+            let what = format!("failed to read rule {handle} of nft chain {table} {}", chain.name);
+            let request = Request::in_table(RequestType::GetRule, table).text(2, &chain.name).handle(3, handle);
+            let Some(listed) = self.find(&what, &request, decode::rule)? else {
+                index.discard();
+                return Ok(None);
+            };
+            rules.push(listed);
         }
+        self.indexes.push(index);
         Ok(Some(rules))
     }
 
-    /// Returns the rule with this handle; `None` if it does not exist.
-    fn rule(&mut self, table: Table<'_>, chain: &str, handle: u64) -> Result<Option<Listed>> {
-        let what = format!("failed to read rule {handle} of nft chain {table} {chain}");
-        let request = Request::in_table(RequestType::GetRule, table).text(2, chain).bytes(3, &handle.to_be_bytes());
-        let mut found = None;
-        match self.ask(&what, &request, 0, |message| found = decode::rule(message.payload)) {
-            Ok(_) => Ok(found),
-            Err(error) if error.is_not_found() => Ok(None),
-            Err(error) => Err(error),
+    /// Reads the file of the chain, if it describes the chain as it is now, for the searches until
+    /// the next transaction. Does nothing if the chain's index is in use already.
+    fn load_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<()> {
+        if self.indexes.iter().any(|index| index.is_of(table, chain)) {
+            return Ok(());
         }
-    }
-
-    /// Reads the file of the chain; `None` if there is none that describes the chain as it is now.
-    fn load_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<Option<Index>> {
-        let Some(mut content) = read_private(&self.index_path(table, &chain.name)) else { return Ok(None) };
-        let Some(mut index) = self.new_index(table, chain, search)? else { return Ok(None) };
-        let Some(entries) = content.strip_suffix(index.tail().as_slice()) else { return Ok(None) };
-        content.truncate(entries.len());
-        (index.entries, index.is_fresh) = (content, false);
-        Ok(Some(index))
+        let Some(index) = self.new_index(table, chain, search)? else { return Ok(()) };
+        let Some(mut entries) = read_private(&index.path) else { return Ok(()) };
+        let tail = index.tail();
+        if entries.ends_with(&tail) {
+            entries.truncate(entries.len() - tail.len());
+            self.indexes.push(Index { entries, is_fresh: false, ..index });
+        }
+        Ok(())
     }
 
     /// Returns an index of the chain, without entries; `None` on kernels that lack a number.
     fn new_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<Option<Index>> {
         let what = format!("failed to read nft table {table}");
-        let request = Request::in_table(RequestType::GetTable, table);
-        let mut handle = None;
-        self.ask(&what, &request, 0, |message| handle = decode::table(message.payload))?;
-        let numbers = self.socket()?.netns_cookie().zip(handle);
-        Ok(numbers.map(|(cookie, (table_handle, _))| Index {
-            path: self.index_path(table, &chain.name),
-            place: (table.family, table.name.to_owned(), chain.name.clone()),
-            identity: [[cookie, table_handle, chain.handle].map(u64::to_ne_bytes).as_flattened(), &BOOT].concat(),
+        let found = self.find(&what, &Request::in_table(RequestType::GetTable, table), decode::table)?;
+        let numbers = self.socket()?.netns_cookie().zip(found);
+        let Some((cookie, (table_handle, _))) = numbers else { return Ok(None) };
+        // The kernel uses inodes again, so the number of files is bounded.
+        let netns = fs::metadata(NETNS).map_or(0, |metadata| metadata.ino());
+        let name = format!("rules-{netns}-{}-{}-{}", table.family.name(), table.name, chain.name);
+        let boot = fs::read(BOOT_ID).unwrap_or_default();
+        Ok(Some(Index {
+            path: Path::new(FOLDER).join(name),
+            place: place_of(table, &chain.name),
+            identity: [[cookie, table_handle, chain.handle].map(u64::to_ne_bytes).as_flattened(), &boot].concat(),
             uses: chain.uses,
             entries: Vec::new(),
             keys_of: search.keys_of,
             appended: search.appended.to_vec(),
             is_fresh: true,
         }))
-    }
-
-    /// Returns the path of the chain's file.
-    fn index_path(&mut self, table: Table<'_>, chain: &str) -> PathBuf {
-        // The kernel uses inodes again, so the number of files is bounded.
-        let netns = self.netns_inode.get_or_insert_with(|| fs::metadata(NETNS).map_or(0, |metadata| metadata.ino()));
-        Path::new(FOLDER).join(format!("rules-{netns}-{}-{}-{chain}", table.family.name(), table.name))
     }
 }
 
@@ -413,7 +396,6 @@ fn read_private(path: &Path) -> Option<Vec<u8>> {
 }
 
 /// Reads a rule in the kernel's report about a transaction. `position` is that of its message.
-pub(crate) fn appended(message: &wire::Message<'_>, position: usize) -> Option<Appended> {
-    let listed = decode::rule(message.payload)?;
-    Some(Appended { position, listed, is_last: !decode::has_position(message.payload) })
+pub(crate) fn appended(payload: &[u8], position: usize) -> Option<Appended> {
+    Some(Appended { position, listed: decode::rule(payload)?, is_last: !decode::has_position(payload) })
 }

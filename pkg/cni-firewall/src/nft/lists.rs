@@ -1,5 +1,8 @@
 //! Reads consistent lists of tables, chains and rules.
 
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
 use netlink_packet_core::NLM_F_DUMP;
 
 use super::batch::Batch;
@@ -8,19 +11,15 @@ use super::request::{Request, RequestType};
 use super::{BaseChain, Chain, Family, Listed, Nft, Table};
 use cni_linux::error::{Cause, Error, Result};
 
-/// The maximum number of readings of one list until two successive ones agree. A change of the
-/// rules invalidates at most two readings, so only a constant stream of changes reaches this bound.
-pub(super) const READS_MAX: usize = 512;
-/// The bound instead of [`READS_MAX`] for [`Retries::Few`].
-const FEW_READS_MAX: usize = 4;
-
-/// How often a reading is repeated while other processes change rules.
+/// How often a reading is repeated while other processes change rules: the maximum number of
+/// readings of one list until two successive ones agree.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Retries {
-    /// As [`READS_MAX`] says.
-    Many,
+    /// A change of the rules invalidates at most two readings, so only a constant stream of changes
+    /// reaches this bound.
+    Many = 512,
     /// For long lists that are not worth waiting for, or that can be read in another way.
-    Few,
+    Few = 4,
 }
 
 impl Nft {
@@ -102,15 +101,11 @@ impl Nft {
         retries: Retries,
         mut read: impl FnMut(&mut Nft) -> Result<T>,
     ) -> Result<T> {
-        let reads_max = match retries {
-            Retries::Many => READS_MAX,
-            Retries::Few => FEW_READS_MAX,
-        };
-        for _ in 0..reads_max {
+        for _ in 0..retries as usize {
             let generation = self.wait_for_generation()?;
-            self.reads_max = reads_max;
+            self.retries = retries;
             let result = read(self);
-            self.reads_max = READS_MAX;
+            self.retries = Retries::Many;
             // `wait_for_generation` has set this until the next commit, which may never come.
             self.one_reading_suffices = false;
             let value = result?;
@@ -118,7 +113,7 @@ impl Nft {
                 return Ok(value);
             }
         }
-        Err(too_many_changes(what, reads_max))
+        Err(too_many_changes(what, retries))
     }
 
     /// Returns the table's chains; none if the table does not exist. The kernel sends the chains of
@@ -132,12 +127,7 @@ impl Nft {
     pub fn find_chain(&mut self, table: Table<'_>, name: &str) -> Result<Option<Chain>> {
         let what = format!("failed to read nft chain {table} {name}");
         let request = Request::in_table(RequestType::GetChain, table).text(3, name);
-        let mut found = None;
-        match self.ask(&what, &request, 0, |message| found = decode::chain(message.payload)) {
-            Ok(_) => Ok(found.map(|(_, chain)| chain)),
-            Err(error) if error.is_not_found() => Ok(None),
-            Err(error) => Err(error),
-        }
+        Ok(self.find(&what, &request, decode::chain)?.map(|(_, chain)| chain))
     }
 
     /// Whether the chain exists and has this type, hook and priority. Callers check this before
@@ -179,20 +169,15 @@ impl Nft {
     }
 
     /// Whether the set exists and contains the address.
-    pub fn has_element(&mut self, table: Table<'_>, set: &str, address: std::net::IpAddr) -> Result<bool> {
+    pub fn has_element(&mut self, table: Table<'_>, set: &str, address: IpAddr) -> Result<bool> {
         let what = format!("failed to read nft set {table} {set}");
         let request = Request::in_table(RequestType::GetElement, table).text(2, set).element(address);
-        let mut found = false;
-        match self.ask(&what, &request, 0, |_| found = true) {
-            Ok(_) => Ok(found),
-            Err(error) if error.is_not_found() => Ok(false),
-            Err(error) => Err(error),
-        }
+        Ok(self.find(&what, &request, |_| Some(()))?.is_some())
     }
 
     /// Returns a list as it was at one instant: reads it until a reading is not interrupted and,
     /// unless `one_reading_suffices`, has the same handles as the reading before. Fails after
-    /// `reads_max` readings. `read_object` returns an object's handle and its value, or `None`
+    /// [`Retries`] readings. `read_object` returns an object's handle and its value, or `None`
     /// to leave the object out.
     ///
     /// The kernel sends a long list in parts, and begins each part by counting objects from the
@@ -208,14 +193,11 @@ impl Nft {
         read_object: impl Fn(&[u8]) -> Option<(u64, T)>,
     ) -> Result<Vec<T>> {
         let mut previous_handles = None;
-        for _ in 0..self.reads_max {
-            let (mut handles, mut values, mut generations) = (Vec::new(), Vec::new(), Vec::new());
-            let is_uninterrupted = self.ask(what, &request, NLM_F_DUMP, |message| {
-                let generation = decode::generation_low_bits(message.payload);
-                if !generations.contains(&generation) {
-                    generations.push(generation);
-                }
-                if let Some((handle, value)) = read_object(message.payload) {
+        for _ in 0..self.retries as usize {
+            let (mut handles, mut values, mut generations) = (Vec::new(), Vec::new(), BTreeSet::new());
+            let is_uninterrupted = self.ask(what, &request, NLM_F_DUMP, |object| {
+                generations.insert(decode::generation_low_bits(object));
+                if let Some((handle, value)) = read_object(object) {
                     handles.push(handle);
                     values.push(value);
                 }
@@ -226,12 +208,12 @@ impl Nft {
             }
             previous_handles = Some(handles);
         }
-        Err(too_many_changes(what, self.reads_max))
+        Err(too_many_changes(what, self.retries))
     }
 }
 
 /// Returns the error for a list that was changed during each of its readings.
-fn too_many_changes(what: &str, reads: usize) -> Error {
-    let text = format!("other processes changed the rules during each of {reads} readings");
+fn too_many_changes(what: &str, retries: Retries) -> Error {
+    let text = format!("other processes changed the rules during each of {} readings", retries as usize);
     Error::new(what, Cause::text(text))
 }

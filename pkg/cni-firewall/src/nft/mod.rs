@@ -64,11 +64,6 @@ impl Family {
             Family::Bridge => "bridge",
         }
     }
-
-    /// Returns the family's kernel number.
-    fn number(self) -> u8 {
-        self as u8
-    }
 }
 
 /// A table's family and name. Displays as in `nft`: `bridge nat`.

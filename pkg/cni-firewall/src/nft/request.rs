@@ -3,7 +3,7 @@
 
 use cni_linux::netlink::wire::{new_attribute, new_nest};
 
-use super::{Family, NFNL_SUBSYS_NFTABLES, Table};
+use super::{Family, NFNL_SUBSYS_NFTABLES, Table, userdata};
 
 /// The type of a request (`NFT_MSG_*`).
 #[derive(Clone, Copy, Debug)]
@@ -33,13 +33,16 @@ pub(super) struct Request {
     pub(super) kind: u16,
     /// What follows the netlink header: `struct nfgenmsg` and the attributes.
     pub(super) body: Vec<u8>,
+    /// Whether a comment and tags were left out because they are longer than the kernel stores.
+    pub(super) lacks_userdata: bool,
 }
 
 impl Request {
     /// Returns a request without attributes.
     pub(super) fn new(kind: RequestType, family: Family) -> Request {
         // Family, version 0, resource id 0.
-        Request { kind: NFNL_SUBSYS_NFTABLES << 8 | kind as u16, body: vec![family.number(), 0, 0, 0] }
+        let body = vec![family as u8, 0, 0, 0];
+        Request { kind: NFNL_SUBSYS_NFTABLES << 8 | kind as u16, body, lacks_userdata: false }
     }
 
     /// Returns a request about a table, or about something in it: the first attribute is the
@@ -48,9 +51,9 @@ impl Request {
         Request::new(kind, table.family).text(1, table.name)
     }
 
-    /// Adds an attribute.
-    pub(super) fn bytes(mut self, number: u16, value: &[u8]) -> Request {
-        self.body.extend(new_attribute(number, value));
+    /// Adds an attribute with the handle of a rule or chain.
+    pub(super) fn handle(mut self, number: u16, handle: u64) -> Request {
+        self.body.extend(new_attribute(number, &handle.to_be_bytes()));
         self
     }
 
@@ -73,11 +76,13 @@ impl Request {
     }
 
     /// Adds an attribute with the comment and the tags of an object, if it has any.
-    pub(super) fn userdata(self, number: u16, userdata: Option<Vec<u8>>) -> Request {
-        match userdata {
-            Some(userdata) => self.bytes(number, &userdata),
-            None => self,
+    pub(super) fn userdata(mut self, number: u16, comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Request {
+        match userdata::encode(comment, tags) {
+            Some(bytes) if bytes.is_empty() => {}
+            Some(bytes) => self.body.extend(new_attribute(number, &bytes)),
+            None => self.lacks_userdata = true,
         }
+        self
     }
 
     /// Adds the attribute of an element that has this address.

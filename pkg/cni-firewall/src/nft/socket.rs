@@ -7,10 +7,10 @@ use cni::steps::{Step, hex};
 use netlink_packet_core::{NLM_F_ACK, NLM_F_REQUEST};
 use nix::errno::Errno;
 
-use super::batch::Batch;
+use super::batch::{Batch, Change};
 use super::decode;
 use super::index::{self, Appended, Index};
-use super::lists::READS_MAX;
+use super::lists::Retries;
 use super::refusal::{Absence, Refusal};
 use super::request::{Request, RequestType};
 use super::{Family, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES};
@@ -22,7 +22,7 @@ const NFNL_MSG_BATCH_BEGIN: u16 = 16;
 const NFNL_MSG_BATCH_END: u16 = 17;
 const NFNL_BATCH_GENID: u16 = 1;
 /// The type of the kernel's messages with a rule.
-const NEW_RULE: u16 = NFNL_SUBSYS_NFTABLES << 8 | 6;
+const NEW_RULE: u16 = NFNL_SUBSYS_NFTABLES << 8 | RequestType::NewRule as u16;
 
 /// The beginning of the errors of a batch as a whole.
 const BATCH_FAILED: &str = "failed to change nftables";
@@ -35,11 +35,9 @@ pub struct Nft {
     /// from [`Nft::wait_for_generation`] to the next commit, which fails if the list has changed.
     pub(super) one_reading_suffices: bool,
     /// The maximum number of readings of one list.
-    pub(super) reads_max: usize,
+    pub(super) retries: Retries,
     /// The indexes that were used since the last transaction.
     pub(super) indexes: Vec<Index>,
-    /// The inode of the network namespace; `None` until an index needs it.
-    pub(super) netns_inode: Option<u64>,
 }
 
 /// Whether a change failed because another process changed the rules that it was based on
@@ -63,7 +61,7 @@ impl Nft {
             Ok(socket) => Ok(socket),
             Err(error) => Err(Absence::from_socket(error)?),
         };
-        Ok(Nft { socket, one_reading_suffices: false, reads_max: READS_MAX, indexes: Vec::new(), netns_inode: None })
+        Ok(Nft { socket, one_reading_suffices: false, retries: Retries::Many, indexes: Vec::new() })
     }
 
     /// Returns the error of a transaction with changes on a kernel without nf_tables; `None` if no
@@ -106,52 +104,37 @@ impl Nft {
         result
     }
 
-    /// Sends the batch and reads the kernel's answers. If the kernel refuses a change, the netlink
-    /// message of the change is written to `refused_request`.
+    /// Sends the batch, reads the kernel's answers, and brings the indexes to the state afterwards.
+    /// If the kernel refuses a change, the netlink message of the change is written to
+    /// `refused_request`.
     fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
-        let required_generation = batch.generation();
+        let required_generation = batch.generation;
         self.one_reading_suffices = false;
         let indexes = std::mem::take(&mut self.indexes);
         let mut changes = batch.into_changes()?;
-        for index in &indexes {
-            index.prepare(&mut changes);
-        }
-        let Some(last) = changes.last_mut() else {
+        if changes.is_empty() {
             // Nothing to send. But the caller decided to change nothing at the required generation,
             // and must decide again if the ruleset has changed since.
             return match required_generation {
                 Some(expected) if self.generation()? != expected => Err(Error::new(BATCH_FAILED, Errno::ERESTART)),
                 _ => Ok(()),
             };
-        };
-        // An acknowledgement is requested for the last change only: the kernel reports refusals
-        // anyway, and older kernels never acknowledge the end message.
-        last.flags |= NLM_F_ACK;
-        let begin_attributes = match required_generation {
-            Some(Generation(generation)) => wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()),
-            None => Vec::new(),
-        };
-        let mut bytes = Vec::new();
-        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin_attributes, &mut bytes)?;
-        for change in &changes {
-            change.write(self.socket()?.next_sequence(), &mut bytes);
         }
-        // The kernel checks a batch without an end message, answers, and rolls it back.
-        if let Ending::Commit = ending {
-            self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)?;
+        for index in &indexes {
+            index.request_reports(&mut changes);
         }
-        self.socket()?.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
-
+        let first_sequence = self.send_changes(&mut changes, required_generation, ending)?;
         let (refusal, appended) = self.receive_answers(first_sequence, changes.len())?;
         let Some(refusal) = refusal else {
-            let Ending::Commit = ending else { return Ok(()) };
-            // Not `all`: each index is brought to the present state.
-            let outdated = indexes.into_iter().filter_map(|index| (!index.finish(&changes, &appended)).then_some(()));
-            return match outdated.count() {
-                0 => Ok(()),
-                // The changes are made, but another program's rules were not considered.
-                _ => Err(Error::new(BATCH_FAILED, Errno::ERESTART)),
-            };
+            if ending == Ending::Abort {
+                return Ok(());
+            }
+            let mut were_complete = true;
+            for index in indexes {
+                were_complete &= index.update(&changes, &appended);
+            }
+            // Otherwise the changes are made, but another program's rules were not considered.
+            return if were_complete { Ok(()) } else { Err(Error::new(BATCH_FAILED, Errno::ERESTART)) };
         };
         // A file can name a rule that another program has deleted, or lack a rule.
         let is_planned_by_file = indexes.iter().any(|index| !index.is_fresh);
@@ -166,6 +149,35 @@ impl Nft {
         let sequence = first_sequence.wrapping_add(u32::try_from(refusal.position).unwrap_or(0));
         change.write(sequence, refused_request);
         Err(refusal.into_error(change))
+    }
+
+    /// Sends the messages of a transaction, and returns the sequence number of the first, the begin
+    /// message. Each of the following messages has the next number.
+    fn send_changes(
+        &mut self,
+        changes: &mut [Change],
+        required_generation: Option<Generation>,
+        ending: Ending,
+    ) -> Result<u32> {
+        // An acknowledgement is requested for the last change only: the kernel reports refusals
+        // anyway, and older kernels never acknowledge the end message.
+        if let Some(last) = changes.last_mut() {
+            last.flags |= NLM_F_ACK;
+        }
+        let required_generation = required_generation
+            .map(|Generation(generation)| wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()));
+        let mut bytes = Vec::new();
+        let first_sequence =
+            self.write_control(NFNL_MSG_BATCH_BEGIN, &required_generation.unwrap_or_default(), &mut bytes)?;
+        for change in changes {
+            change.write(self.socket()?.next_sequence(), &mut bytes);
+        }
+        // The kernel checks a batch without an end message, answers, and rolls it back.
+        if ending == Ending::Commit {
+            self.write_control(NFNL_MSG_BATCH_END, &[], &mut bytes)?;
+        }
+        self.socket()?.send(&bytes).map_err(|cause| Error::new(BATCH_FAILED, cause))?;
+        Ok(first_sequence)
     }
 
     /// Receives the answers to a batch of `change_count` changes. Returns `None` if the kernel
@@ -189,19 +201,14 @@ impl Nft {
                     // A late answer to an earlier batch. Its answers overran the socket's buffer.
                     continue;
                 }
-                if message.kind == NEW_RULE {
-                    appended.extend(index::appended(&message, position));
-                }
-                if message.kind != NLMSG_ERROR {
-                    continue;
-                }
-                let Some((errno, text)) = wire::outcome(&message) else { continue };
-                if errno == 0 {
-                    is_acknowledged |= position == change_count;
-                    continue;
-                }
-                if first_refusal.as_ref().is_none_or(|first| position < first.position) {
-                    first_refusal = Some(Refusal { position, errno, text });
+                let is_first = first_refusal.as_ref().is_none_or(|first| position < first.position);
+                match (message.kind, wire::outcome(&message)) {
+                    (NEW_RULE, _) => appended.extend(index::appended(message.payload, position)),
+                    (NLMSG_ERROR, Some((0, _))) => is_acknowledged |= position == change_count,
+                    (NLMSG_ERROR, Some((errno, text))) if is_first => {
+                        first_refusal = Some(Refusal { position, errno, text });
+                    }
+                    _ => {}
                 }
             }
         }
@@ -223,7 +230,7 @@ impl Nft {
             Extension::Target => 1,
         };
         let body = [
-            &[family.number(), 0, 0, 0][..],
+            &[family as u8, 0, 0, 0][..],
             &wire::new_attribute(NFTA_COMPAT_NAME, &[name.as_bytes(), &[0]].concat()),
             &wire::new_attribute(NFTA_COMPAT_REV, &revision.to_be_bytes()),
             &wire::new_attribute(NFTA_COMPAT_TYPE, &kind.to_be_bytes()),
@@ -240,10 +247,10 @@ impl Nft {
         }
     }
 
-    /// Returns the ruleset's generation, after waiting for a running transaction to end. The next
-    /// batch that is committed must require this generation with [`Batch::only_at`]. Until then,
-    /// each list is read only once: a change that spoils a reading also increments the generation,
-    /// so the commit fails.
+    /// Begins reading for a batch: waits for a running transaction to end, returns the ruleset's
+    /// generation, and makes each list be read only once until the next commit. The batch must
+    /// require this generation with [`Batch::only_at`]: a change that spoils a reading also
+    /// increments the generation, so the commit fails.
     ///
     /// Not for chains at whose beginning other processes insert rules: a transaction that does so
     /// and is aborted shifts the list while it is read, but leaves the generation unchanged.
@@ -270,12 +277,27 @@ impl Nft {
         const WHAT: &str = "failed to read nftables' generation";
         // All families have the same generation.
         let request = Request::new(RequestType::GetGeneration, Family::Inet);
-        let mut generation = None;
-        self.ask(WHAT, &request, 0, |message| generation = decode::generation(message.payload))?;
-        if self.socket.is_err() {
-            return Ok(Generation(0));
+        match self.find(WHAT, &request, decode::generation)? {
+            Some(generation) => Ok(Generation(generation)),
+            None if self.socket.is_err() => Ok(Generation(0)),
+            None => Err(Error::new(WHAT, Cause::text("the kernel's answer has no generation"))),
         }
-        generation.map(Generation).ok_or_else(|| Error::new(WHAT, Cause::text("the kernel's answer has no generation")))
+    }
+
+    /// Requests one object and returns what `decode` reads in the answer; `None` if the object does
+    /// not exist, or if the answer is malformed. `what` begins an error's text.
+    pub(super) fn find<T>(
+        &mut self,
+        what: &str,
+        request: &Request,
+        decode: impl Fn(&[u8]) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let mut found = None;
+        match self.ask(what, request, 0, |object| found = decode(object)) {
+            Ok(_) => Ok(found),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Sends one request and calls `on_object` for each object of the answer. Returns whether the
@@ -287,10 +309,11 @@ impl Nft {
         what: &str,
         request: &Request,
         flags: u16,
-        mut on_object: impl FnMut(&Message<'_>),
+        mut on_object: impl FnMut(&[u8]),
     ) -> Result<bool> {
         let Ok(socket) = &mut self.socket else { return Ok(true) };
-        match socket.ask(request.kind, flags, &request.body, &mut on_object).map_err(|cause| Error::new(what, cause)) {
+        let answer = socket.ask(request.kind, flags, &request.body, &mut |message| on_object(message.payload));
+        match answer.map_err(|cause| Error::new(what, cause)) {
             // These requests are well-formed: only a kernel without nf_tables answers EINVAL.
             Err(error) if error.errno() == Some(libc::EINVAL) => {
                 self.socket = Err(Absence::from_refused_request(what));
@@ -322,6 +345,7 @@ pub(crate) enum Extension {
 }
 
 /// What the kernel does with a batch: makes the changes, or checks and discards them.
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
     Commit,
     Abort,

@@ -377,7 +377,7 @@ impl SpoofCheck {
 fn add_rules(nft: &mut Nft, batch: &mut Batch, id: &Id, jump: &Rule, mac: Mac) -> Result<()> {
     let commented = |exprs: Vec<Expr>| Rule::new(exprs).with_comment(id.comment());
     match nft.find_chain(TABLE, PREROUTING)? {
-        Some(chain) if chain.base == Some(BASE) => nft.use_index(TABLE, &chain, identity::keys)?,
+        Some(chain) if chain.base == Some(BASE) => nft.keep_index(TABLE, &chain, identity::keys)?,
         _ => add_shared_chain(batch),
     }
     // `create` fails if the chain exists: of two processes that write the rules of one ID, the
