@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use super::chains::keys_in;
 use super::edit::{Edit, IfExists};
+use super::extensions::{self, KnownExtension};
 use super::tool::{ProgramKind, Programs};
-use super::{Chains, Iptables, NetnsLock, Table, Variant, encode, xt};
-use crate::nft::{BaseChain, Batch, Chain, Extension, Hook, Kind, Nft};
+use super::{Chains, Iptables, NetnsLock, Table, Variant, encode};
+use crate::nft::{BaseChain, Batch, Chain, Hook, Kind, Nft};
 use cni_linux::error::{Error, Result};
 use cni_linux::route::Family;
 
@@ -236,14 +237,10 @@ pub(super) fn can_write_rules(nft: &mut Nft, table: Table, family: Family) -> Re
     if cfg!(target_pointer_width = "32") {
         return Ok(false);
     }
-    let masquerade = if family == Family::V4 { xt::MASQUERADE_V4 } else { xt::MASQUERADE_V6 };
+    let masquerade = if family == Family::V4 { extensions::MASQUERADE_V4 } else { extensions::MASQUERADE_V6 };
     let family = table.in_nf_tables(family).family;
-    let mut kernel_has =
-        |extension: xt::Extension, kind| nft.has_extension(family, extension.name, extension.revision, kind);
-    if !kernel_has(xt::COMMENT, Extension::Match)? {
-        return Ok(false);
-    }
-    Ok(table != Table::Nat || kernel_has(masquerade, Extension::Target)?)
+    let mut kernel_has = |known: KnownExtension| nft.has_extension(family, known.kind, known.name, known.revision);
+    Ok(kernel_has(extensions::COMMENT)? && (table != Table::Nat || kernel_has(masquerade)?))
 }
 
 /// Returns a transaction that creates the edit's chains and rules and, if they are missing, the
@@ -292,8 +289,8 @@ fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result
             batch.create_chain(nft_table, name);
         }
     }
-    for (added, rule) in edit.rules.iter().zip(&encoded) {
-        batch.add_xtables_rule((nft_table, &added.chain), &rule.exprs, rule.protocol, added.position);
+    for (added, exprs) in edit.rules.iter().zip(&encoded) {
+        batch.add_xtables_rule(nft_table, &added.chain, exprs, added.position);
     }
     Ok(Some(batch))
 }

@@ -8,7 +8,7 @@
 
 use super::rule::Rule;
 use super::{extensions, fields};
-use crate::nft::expr::{Base, CmpOp, Expr, MetaKey, Verdict};
+use crate::nft::expr::{Base, CmpOp, Expr, ExtensionKind, MetaKey, Verdict, Xtables};
 use crate::nft::{self, Listed};
 use cni_linux::route::Family;
 
@@ -29,16 +29,15 @@ struct RuleParts {
     whole: bool,
 }
 
-/// What the rule has loaded into a register of nf_tables for the next comparison.
+/// What the rule has loaded into a register of nf_tables for the next comparison. Some have the
+/// option that iptables prints for the comparison.
 #[derive(Clone, Copy)]
 enum Loaded {
     Source,
     Destination,
     Protocol,
-    SourcePort,
-    DestinationPort,
-    InputInterface,
-    OutputInterface,
+    Port(&'static str),
+    Interface(&'static str),
     Mark,
     Unknown,
 }
@@ -46,44 +45,39 @@ enum Loaded {
 /// Returns a rule of nf_tables in the words of iptables. Unknown parts are left out; the rule is
 /// then not [whole](Rule::is_whole).
 pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
-    let Listed { handle, rule: nft::Rule { exprs, comment, .. }, .. } = listed;
+    let nft::Rule { exprs, comment, .. } = listed.rule;
     let mut parts = RuleParts::read(family, &exprs);
     // Some releases of iptables store the comment as nft does: not in an expression.
     if let Some(comment) = comment {
         parts.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
     }
-    parts.into_rule(handle)
+    Rule { handle: Some(listed.handle), whole: parts.whole, words: parts.into_words() }
 }
 
 /// Returns these expressions in the words of iptables; unknown expressions are left out. Two forms
 /// of the same rule (a mask or a shorter load) give the same words.
 pub(crate) fn words(family: Family, exprs: &[Expr]) -> Vec<String> {
-    // The words do not contain the handle, so its value does not matter.
-    RuleParts::read(family, exprs).into_rule(0).words
+    RuleParts::read(family, exprs).into_words()
 }
 
-/// Returns what a `meta` expression with this key loads.
-fn loaded_by_meta(key: MetaKey) -> Loaded {
-    match key {
-        MetaKey::MARK => Loaded::Mark,
-        MetaKey::IIFNAME => Loaded::InputInterface,
-        MetaKey::OIFNAME => Loaded::OutputInterface,
-        MetaKey::L4PROTO => Loaded::Protocol,
-        _ => Loaded::Unknown,
-    }
-}
-
-/// Returns the header field that a `payload` expression loads: `len` bytes at `offset` of the IP or
-/// the transport header. For an address any `len` is accepted: a short load compares a prefix.
-fn loaded_by_payload(family: Family, base: Base, offset: u32, len: u32) -> Loaded {
-    // The IP header has the source, the destination and the protocol at 12, 16 and 9 in IPv4, at 8,
-    // 24 and 6 in IPv6. TCP, UDP and SCTP begin with the source port, then the destination port.
-    match (base, family, offset, len) {
-        (Base::NETWORK, Family::V4, 12, _) | (Base::NETWORK, Family::V6, 8, _) => Loaded::Source,
-        (Base::NETWORK, Family::V4, 16, _) | (Base::NETWORK, Family::V6, 24, _) => Loaded::Destination,
-        (Base::NETWORK, Family::V4, 9, 1) | (Base::NETWORK, Family::V6, 6, 1) => Loaded::Protocol,
-        (Base::TRANSPORT, _, 0, 2) => Loaded::SourcePort,
-        (Base::TRANSPORT, _, 2, 2) => Loaded::DestinationPort,
+/// Returns what a `meta` or `payload` expression loads: a property of the packet, or a field of its
+/// IP or transport header. For an address any length is accepted: a short load compares a prefix.
+fn loaded_by(family: Family, expr: &Expr) -> Loaded {
+    let (source_at, destination_at, protocol_at) = match family {
+        Family::V4 => (12, 16, 9),
+        Family::V6 => (8, 24, 6),
+    };
+    match *expr {
+        Expr::Meta { key: MetaKey::MARK, .. } => Loaded::Mark,
+        Expr::Meta { key: MetaKey::IIFNAME, .. } => Loaded::Interface("-i"),
+        Expr::Meta { key: MetaKey::OIFNAME, .. } => Loaded::Interface("-o"),
+        Expr::Meta { key: MetaKey::L4PROTO, .. } => Loaded::Protocol,
+        Expr::Payload { base: Base::NETWORK, offset, .. } if offset == source_at => Loaded::Source,
+        Expr::Payload { base: Base::NETWORK, offset, .. } if offset == destination_at => Loaded::Destination,
+        Expr::Payload { base: Base::NETWORK, offset, len: 1, .. } if offset == protocol_at => Loaded::Protocol,
+        // TCP, UDP and SCTP begin with the source port, then the destination port.
+        Expr::Payload { base: Base::TRANSPORT, offset: 0, len: 2, .. } => Loaded::Port("--sport"),
+        Expr::Payload { base: Base::TRANSPORT, offset: 2, len: 2, .. } => Loaded::Port("--dport"),
         _ => Loaded::Unknown,
     }
 }
@@ -96,18 +90,17 @@ impl RuleParts {
         let mut mask: Option<&[u8]> = None;
         for expr in exprs {
             match expr {
-                Expr::Meta { key, .. } => (loaded, mask) = (loaded_by_meta(*key), None),
-                Expr::Payload { base, offset, len, .. } => {
-                    (loaded, mask) = (loaded_by_payload(family, *base, *offset, *len), None);
-                }
+                Expr::Meta { .. } | Expr::Payload { .. } => (loaded, mask) = (loaded_by(family, expr), None),
                 Expr::Bitwise { mask: bits, xor, .. } => {
                     // Plugins write only masks, with an `xor` of 0.
                     parts.whole &= xor.iter().all(|byte| *byte == 0);
                     mask = Some(bits);
                 }
-                Expr::Cmp { op, data, .. } => parts.read_comparison(family, loaded, mask.take(), *op, data),
-                Expr::XtMatch { name, revision, info } => parts.read_match(name, *revision, info),
-                Expr::XtTarget { name, revision, info } => parts.read_target(family, name, *revision, info),
+                Expr::Cmp { op, data, .. } => {
+                    let words = parts.read_comparison(family, loaded, mask.take(), *op, data);
+                    parts.whole &= words.is_some();
+                }
+                Expr::Xtables(extension) => parts.read_extension(family, extension),
                 Expr::Verdict(verdict) => parts.read_verdict(verdict),
                 Expr::Masquerade => parts.push_target("MASQUERADE"),
                 // Every rule of iptables has a counter; `-S` does not print it.
@@ -119,106 +112,73 @@ impl RuleParts {
     }
 
     /// Adds the words of a comparison of `loaded` with `data`. With a `mask` only its bits are
-    /// compared. A comparison that plugins do not write clears `whole`.
-    fn read_comparison(&mut self, family: Family, loaded: Loaded, mask: Option<&[u8]>, op: CmpOp, data: &[u8]) {
-        let is_negated = match op {
-            CmpOp::EQ => false,
-            CmpOp::NE => true,
-            _ => {
-                self.whole = false;
-                return;
-            }
+    /// compared. `None` for a comparison that plugins do not write.
+    fn read_comparison(
+        &mut self,
+        family: Family,
+        loaded: Loaded,
+        mask: Option<&[u8]>,
+        op: CmpOp,
+        data: &[u8],
+    ) -> Option<()> {
+        let negation = match op {
+            CmpOp::EQ => None,
+            CmpOp::NE => Some("!".to_owned()),
+            _ => return None,
         };
-        let option_words = |name: &str, value: String| {
-            let mut words = vec![name.to_owned(), value];
-            if is_negated {
-                words.insert(0, "!".to_owned());
-            }
-            words
-        };
+        let is_negated = negation.is_some();
+        let option = |name: &str, value: String| negation.into_iter().chain([name.to_owned(), value]);
         match (loaded, mask) {
-            (Loaded::Source, mask) => match fields::prefix(family, mask, data) {
-                Some(prefix) => self.source = option_words("-s", prefix),
-                None => self.whole = false,
-            },
-            (Loaded::Destination, mask) => match fields::prefix(family, mask, data) {
-                // Only rules of nf_tables have several: those of masquerading with exclusions.
-                Some(prefix) => self.destination.extend(option_words("-d", prefix)),
-                None => self.whole = false,
-            },
-            (Loaded::InputInterface, None) => self.interfaces.extend(option_words("-i", fields::interface(data))),
-            (Loaded::OutputInterface, None) => self.interfaces.extend(option_words("-o", fields::interface(data))),
+            (Loaded::Source, _) => self.source = option("-s", fields::prefix(family, mask, data)?).collect(),
+            // Only rules of nf_tables have several: those of masquerading with exclusions.
+            (Loaded::Destination, _) => self.destination.extend(option("-d", fields::prefix(family, mask, data)?)),
+            (Loaded::Interface(name), None) => self.interfaces.extend(option(name, fields::interface(data))),
             (Loaded::Protocol, None) => {
-                let name = fields::protocol_name(data.first().copied().unwrap_or(0));
+                let protocol = fields::protocol_name(*data.first()?);
                 if is_negated {
-                    self.negated_protocol = option_words("-p", name);
+                    self.negated_protocol = option("-p", protocol).collect();
                 } else {
-                    self.protocol = Some(name);
+                    self.protocol = Some(protocol);
                 }
             }
-            (Loaded::SourcePort, None) if !is_negated => self.push_port("--sport", data),
-            (Loaded::DestinationPort, None) if !is_negated => self.push_port("--dport", data),
-            (Loaded::Mark, mask) if !is_negated => {
-                let mask = match mask {
-                    Some(mask) => fields::number(mask),
-                    None => Some(u32::MAX),
-                };
-                match (fields::number(data), mask) {
-                    (Some(value), Some(mask)) => self.push_mark(value, mask),
-                    _ => self.whole = false,
-                }
+            (Loaded::Port(name), None) if !is_negated => {
+                let port = u16::from_be_bytes(data.try_into().ok()?);
+                // The match of a port has the name of the protocol that an earlier expression
+                // compares: `-m tcp --dport 80`.
+                let protocol = self.protocol.clone().unwrap_or_default();
+                self.matches.extend(["-m".into(), protocol, name.into(), port.to_string()]);
             }
-            _ => self.whole = false,
+            (Loaded::Mark, _) if !is_negated => {
+                let (value, mask) = (fields::number(data)?, fields::number(mask.unwrap_or(&[u8::MAX; 4]))?);
+                self.matches.extend(["-m", "mark", "--mark"].map(str::to_owned));
+                self.matches.push(extensions::mark_text(value, mask));
+            }
+            _ => return None,
         }
+        Some(())
     }
 
-    /// Adds the words of a match.
-    fn push_match(&mut self, words: &[&str]) {
-        self.matches.extend(words.iter().map(|word| (*word).to_owned()));
-    }
-
-    /// Adds a match of one port: `-m tcp --dport 80`. The match has the name of the protocol that
-    /// an earlier expression compares. `data` is the port in network byte order; if it does not
-    /// have two bytes, clears `whole`.
-    fn push_port(&mut self, option: &str, data: &[u8]) {
-        let Ok(bytes) = <[u8; 2]>::try_from(data) else {
-            self.whole = false;
-            return;
-        };
-        let protocol = self.protocol.clone().unwrap_or_default();
-        self.push_match(&["-m", &protocol, option, &u16::from_be_bytes(bytes).to_string()]);
-    }
-
-    /// Adds a match of the packet's mark.
-    fn push_mark(&mut self, value: u32, mask: u32) {
-        self.push_match(&["-m", "mark", "--mark", &extensions::mark_text(value, mask)]);
-    }
-
-    /// Adds the words of a match of xtables with the structure `info`. A match that plugins do not
-    /// write clears `whole`.
-    fn read_match(&mut self, name: &str, revision: u32, info: &[u8]) {
-        if name == "comment" {
-            return self.push_match(&["-m", name, "--comment", &extensions::read_comment(info)]);
-        }
-        match extensions::read_match(name, revision, info) {
-            Some((option, value)) => self.push_match(&["-m", name, option, &value]),
-            None => self.whole = false,
+    /// Adds the words of a match or target of xtables: always the name of a target, and all words
+    /// if plugins write it. Otherwise clears `whole`.
+    fn read_extension(&mut self, family: Family, extension: &Xtables) {
+        let options = extensions::read(family, extension);
+        self.whole &= options.is_some();
+        match (extension.kind, options) {
+            (ExtensionKind::Match, Some(options)) => {
+                self.matches.extend(["-m".to_owned(), extension.name.clone()]);
+                self.matches.extend(options);
+            }
+            (ExtensionKind::Match, None) => {}
+            (ExtensionKind::Target, options) => {
+                self.push_target(&extension.name);
+                self.target.extend(options.into_iter().flatten());
+            }
         }
     }
 
     /// Adds `-j TARGET`.
     fn push_target(&mut self, target: &str) {
         self.target.extend(["-j".to_owned(), target.to_owned()]);
-    }
-
-    /// Adds the words of a target of xtables with the structure `info`: always the name, and the
-    /// options if they are known. An unknown name or option clears `whole`.
-    fn read_target(&mut self, family: Family, name: &str, revision: u32, info: &[u8]) {
-        self.push_target(name);
-        match extensions::read_target(family, name, revision, info) {
-            Some(options) => self.target.extend(options),
-            None => self.whole = false,
-        }
     }
 
     /// Adds the words of a verdict of nf_tables. A verdict that iptables does not have clears
@@ -234,14 +194,11 @@ impl RuleParts {
         }
     }
 
-    /// Returns the rule with this handle. Its words are in the order in which iptables prints them.
-    fn into_rule(self, handle: u64) -> Rule {
-        let mut words = [self.source, self.destination, self.interfaces].concat();
-        words.extend(self.protocol.into_iter().flat_map(|name| ["-p".to_owned(), name]));
-        words.extend(self.negated_protocol);
-        words.extend(self.matches);
-        words.extend(self.target);
-        Rule { words, handle: Some(handle), whole: self.whole }
+    /// Returns the words in the order in which iptables prints them.
+    fn into_words(self) -> Vec<String> {
+        let protocol = self.protocol.into_iter().flat_map(|name| ["-p".to_owned(), name]).collect();
+        let comparisons = [self.source, self.destination, self.interfaces, protocol, self.negated_protocol];
+        [comparisons.concat(), self.matches, self.target].concat()
     }
 }
 
@@ -267,7 +224,8 @@ mod tests {
             for (at, value) in [(MATCHED, 1_u16), (STATES, 6), (at, value)] {
                 info[at..at + 2].copy_from_slice(&value.to_ne_bytes());
             }
-            extensions::read_match("conntrack", 3, &info).map(|(_, states)| states)
+            let conntrack = Xtables { kind: ExtensionKind::Match, name: "conntrack".into(), revision: 3, info };
+            extensions::read(Family::V4, &conntrack)?.pop()
         };
         assert_eq!(states(STATES, 6).as_deref(), Some("RELATED,ESTABLISHED"));
         assert_eq!(states(STATES, 128).as_deref(), Some("DNAT"));
@@ -316,12 +274,9 @@ mod tests {
             revision in 0_u32..4,
             info in proptest::collection::vec(any::<u8>(), 0..320),
         ) {
+            let extension = |kind| Expr::Xtables(Xtables { kind, name: name.clone(), revision, info: info.clone() });
+            let exprs = [ExtensionKind::Match, ExtensionKind::Target].map(extension);
             for family in [Family::V4, Family::V6] {
-                let (a, b) = (name.clone(), name.clone());
-                let exprs = [
-                    Expr::XtMatch { name: a, revision, info: info.clone() },
-                    Expr::XtTarget { name: b, revision, info: info.clone() },
-                ];
                 drop(words(family, &exprs));
             }
         }

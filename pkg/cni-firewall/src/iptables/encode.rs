@@ -12,23 +12,13 @@ use std::net::IpAddr;
 
 use super::extensions::{self, decimal};
 use super::fields::protocol_number;
-use crate::nft::expr::{self, CmpOp, Expr, MetaKey, Reg, Verdict};
+use crate::nft::expr::{self, CmpOp, Expr, ExtensionKind, MetaKey, Reg, Verdict};
 use cni_linux::route::Family;
-
-/// A rule as the kernel receives it.
-#[derive(Debug)]
-pub(super) struct Encoded {
-    pub(super) exprs: Vec<Expr>,
-    /// The protocol of the rule's `-p`, 0 for any. The kernel refuses some matches of xtables,
-    /// `tcp` for example, without it.
-    pub(super) protocol: u8,
-}
 
 /// Encodes the rule with these words. `None` for words that plugins do not write themselves, for
 /// example conditions of a user: then `iptables-restore` has to write the rule.
-pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
-    let mut encoder =
-        Encoder { family, comparisons: Vec::new(), matches: Vec::new(), protocol: 0, options: BTreeSet::new() };
+pub(super) fn rule(family: Family, words: &[String]) -> Option<Vec<Expr>> {
+    let mut encoder = Encoder { family, comparisons: Vec::new(), matches: Vec::new(), options: BTreeSet::new() };
     let mut words = words.iter().map(String::as_str);
     let mut target = Vec::new();
     while let Some(word) = words.next() {
@@ -42,8 +32,7 @@ pub(super) fn rule(family: Family, words: &[String]) -> Option<Encoded> {
         }
     }
     let counter = Expr::Other("counter".to_owned());
-    let exprs = [encoder.comparisons, encoder.matches, vec![counter], target].concat();
-    Some(Encoded { exprs, protocol: encoder.protocol })
+    Some([encoder.comparisons, encoder.matches, vec![counter], target].concat())
 }
 
 /// The expressions of a rule while its words are read.
@@ -52,7 +41,6 @@ struct Encoder {
     /// Comparisons of addresses, interfaces and the protocol. They precede the matches in the rule.
     comparisons: Vec<Expr>,
     matches: Vec<Expr>,
-    protocol: u8,
     /// The options that have been read, except `-m`, which can be repeated.
     options: BTreeSet<String>,
 }
@@ -76,12 +64,11 @@ impl Encoder {
                 if protocol == 0 {
                     return None;
                 }
-                self.protocol = protocol;
                 self.comparisons.extend(expr::l4proto(protocol));
             }
             "-m" if op == CmpOp::EQ => {
                 let (name, option, value) = (words.next()?, words.next()?, words.next()?);
-                self.matches.push(extensions::write_match(name, option, value)?.into_match());
+                self.matches.push(extensions::write(self.family, ExtensionKind::Match, name, &[option, value])?);
             }
             _ => return None,
         }
@@ -99,7 +86,7 @@ impl Encoder {
             (_, "DROP") => Verdict::Drop,
             (_, "RETURN") => Verdict::Return,
             (_, "MASQUERADE" | "DNAT" | "MARK") => {
-                return Some(extensions::write_target(self.family, target, options)?.into_target());
+                return extensions::write(self.family, ExtensionKind::Target, target, options);
             }
             (_, chain) => Verdict::Jump(chain.to_owned()),
         };
@@ -153,8 +140,8 @@ mod tests {
             "-p sctp -m comment --comment c -m sctp --dport 0 -j RETURN",
             "-m conntrack --ctstate RELATED,ESTABLISHED,DNAT -m mark --mark 0x1/0x2 -g CNI-X",
         ] {
-            let encoded = rule(Family::V4, &split(line)).unwrap();
-            assert_eq!(words(Family::V4, &encoded.exprs), split(line));
+            let exprs = rule(Family::V4, &split(line)).unwrap();
+            assert_eq!(words(Family::V4, &exprs), split(line));
         }
     }
 

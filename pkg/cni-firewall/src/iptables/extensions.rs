@@ -3,19 +3,83 @@
 //! Each is written in one form. A structure from the kernel is read as words only if these words
 //! give the same structure when they are written. So a negated match, a match that compares
 //! anything else, and a target with another option are not read.
+//!
+//! The structures consist of bytes and numbers of fixed size, so each field has the same offset on
+//! every processor. Only the padding after the last field differs ([`ALIGN`]).
 
-use std::mem::offset_of;
 use std::net::{IpAddr, SocketAddr};
 
-use super::xt::{self, Addrtype, Conntrack, Extension, Mark, Multiport, NatV4, Range2, Sctp, SetMark, Tcp};
-use crate::nft::Expr;
+use crate::nft::expr::ExtensionKind::{self, Match, Target};
+use crate::nft::expr::{Expr, Xtables};
 use cni::cidr::{from_octets, octets};
+use cni_linux::netlink::wire::text;
 use cni_linux::route::Family;
 
+/// A match or target that plugins write.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KnownExtension {
+    pub(super) kind: ExtensionKind,
+    pub(super) name: &'static str,
+    pub(super) revision: u32,
+    /// The size of its structure, without padding.
+    size: usize,
+}
+
+/// Returns the description of an extension.
+const fn known(kind: ExtensionKind, name: &'static str, revision: u32, size: usize) -> KnownExtension {
+    KnownExtension { kind, name, revision, size }
+}
+
+/// A text that ends with NUL.
+pub(super) const COMMENT: KnownExtension = known(Match, "comment", 0, 256);
+/// `struct xt_multiport_v1`: which ports are compared (1 byte), their count (1), up to 15 ports,
+/// flags of ranges, inversion.
+const MULTIPORT: KnownExtension = known(Match, "multiport", 1, 48);
+/// `struct xt_addrtype_info_v1`: the sets of route types of the source and of the destination (2
+/// bytes each), flags.
+const ADDRTYPE: KnownExtension = known(Match, "addrtype", 1, 8);
+/// `struct xt_mark_mtinfo1`: value, mask, inversion.
+const MARK: KnownExtension = known(Match, "mark", 1, 12);
+/// `struct xt_conntrack_mtinfo3`: the fields from `match_flags` on are the set of compared
+/// properties, the set of inverted ones, the set of states (2 bytes each).
+const CONNTRACK: KnownExtension = known(Match, "conntrack", 3, 164);
+/// `struct xt_tcp`: the first and the last source port, the first and the last destination port,
+/// flags.
+const TCP: KnownExtension = known(Match, "tcp", 0, 12);
+/// `struct xt_udp`: ports as in [`TCP`], flags.
+const UDP: KnownExtension = known(Match, "udp", 0, 10);
+/// `struct xt_sctp_info`: the first and the last destination port, the same of the source, chunk
+/// types, four entries for flags of chunks (3 bytes each) and their count, the set of compared
+/// fields, inversion.
+const SCTP: KnownExtension = known(Match, "sctp", 0, 292);
+/// `struct nf_nat_ipv4_multi_range_compat`: the number of ranges, and one range: flags, first and
+/// last address, first and last port.
+pub(super) const MASQUERADE_V4: KnownExtension = known(Target, "MASQUERADE", 0, 20);
+/// `struct nf_nat_range`: flags, first and last address (16 bytes each), first and last port.
+pub(super) const MASQUERADE_V6: KnownExtension = known(Target, "MASQUERADE", 0, NAT_RANGE_SIZE);
+/// `struct nf_nat_range2`, which begins as `struct nf_nat_range`. Revision 2, because iptables-nft
+/// reads every DNAT target as the newest revision that it and the kernel have.
+const DNAT: KnownExtension = known(Target, "DNAT", 2, 44);
+/// `struct xt_mark_tginfo2`: value, mask.
+const SET_MARK: KnownExtension = known(Target, "MARK", 2, 8);
+
+/// The size of `struct nf_nat_range`.
+const NAT_RANGE_SIZE: usize = 40;
+/// The alignment of structures: the kernel and iptables round the size of each up to a multiple of
+/// this, except on 32-bit x86.
+const ALIGN: usize = 8;
+/// The maximum number of ports in a multiport match.
+const PORTS_MAX: usize = 15;
+/// The first byte of a multiport match that compares destination ports.
+const MULTIPORT_DESTINATION: u8 = 1;
 /// The bit of RTN_LOCAL in an addrtype match, which has a set of route types.
 const LOCAL_ROUTE_TYPE: u16 = 1 << libc::RTN_LOCAL;
+/// The offset of the flags of chunks in an sctp match.
+const SCTP_CHUNK_FLAGS_AT: usize = 268;
 /// The flag of an sctp match that compares the destination port.
 const SCTP_DESTINATION_PORTS: u32 = 2;
+/// The offset of `match_flags` in a conntrack match.
+const CONNTRACK_MATCHED_AT: usize = 146;
 /// The flag of a conntrack match that compares the state.
 const CONNTRACK_STATE: u16 = 1;
 /// The bits and names of the known connection states, in the order in which iptables prints them.
@@ -27,221 +91,161 @@ const MAP_IPS: u32 = 1;
 const PROTO_SPECIFIED: u32 = 2;
 
 /// A match or target with its structure.
-pub(super) struct Info {
-    extension: Extension,
+struct Structure {
+    extension: KnownExtension,
     bytes: Vec<u8>,
 }
 
-impl Info {
-    /// Returns the match or target with a structure of zeros.
-    fn new(extension: Extension) -> Info {
-        Info { extension, bytes: vec![0; extension.size.next_multiple_of(xt::ALIGN)] }
+impl Structure {
+    /// Returns the match or target whose structure begins with these fields. All others are zero.
+    fn new(extension: KnownExtension, fields: &[&[u8]]) -> Structure {
+        let mut bytes = fields.concat();
+        bytes.resize(extension.size.next_multiple_of(ALIGN), 0);
+        Structure { extension, bytes }
     }
 
-    /// Writes the bytes of a field at the field's offset. Does nothing if they do not fit into the
-    /// structure.
-    #[must_use]
-    fn with(mut self, offset: usize, bytes: &[u8]) -> Info {
-        if let Some(field) = self.bytes.get_mut(offset..offset + bytes.len()) {
-            field.copy_from_slice(bytes);
-        }
-        self
+    /// Returns the match or target for a rule.
+    fn into_xtables(self) -> Xtables {
+        let KnownExtension { kind, name, revision, .. } = self.extension;
+        Xtables { kind, name: name.to_owned(), revision, info: self.bytes }
     }
 
-    /// Returns the expression of a match.
-    pub(super) fn into_match(self) -> Expr {
-        let Extension { name, revision, .. } = self.extension;
-        Expr::XtMatch { name: name.to_owned(), revision, info: self.bytes }
-    }
-
-    /// Returns the expression of a target.
-    pub(super) fn into_target(self) -> Expr {
-        let Extension { name, revision, .. } = self.extension;
-        Expr::XtTarget { name: name.to_owned(), revision, info: self.bytes }
-    }
-
-    /// Whether this is the structure `info` of the revision. Its padding is not compared.
-    fn equals(&self, revision: u32, info: &[u8]) -> bool {
+    /// Whether `other`, which has the same name, is the same match or target. The padding of the
+    /// structures is not compared.
+    fn equals(&self, other: &Xtables) -> bool {
         let size = self.extension.size;
-        revision == self.extension.revision && info.get(..size) == self.bytes.get(..size)
+        self.extension.revision == other.revision && other.info.get(..size) == self.bytes.get(..size)
     }
 }
 
-/// Writes the match of this name with one option and its value. `None` if plugins do not write this
-/// match, option or value.
-pub(super) fn write_match(name: &str, option: &str, value: &str) -> Option<Info> {
-    Some(match (name, option) {
-        // The last byte of the field must be NUL. iptables cuts a longer comment.
-        ("comment", "--comment") if value.len() < xt::COMMENT.size && !value.contains('\0') => {
-            Info::new(xt::COMMENT).with(0, value.as_bytes())
+/// Writes the match or target of this name with these options. `None` if plugins do not write it.
+pub(super) fn write(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) -> Option<Expr> {
+    Some(Expr::Xtables(structure(family, kind, name, options)?.into_xtables()))
+}
+
+/// Does [`write`] without making an expression.
+fn structure(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) -> Option<Structure> {
+    Some(match (kind, name, options) {
+        // The last byte of the structure must be NUL. iptables cuts a longer comment.
+        (Match, "comment", ["--comment", comment]) if comment.len() < COMMENT.size && !comment.contains('\0') => {
+            Structure::new(COMMENT, &[comment.as_bytes()])
         }
-        ("multiport", "--dports") => {
-            let ports: Vec<u16> = value.split(',').map(decimal).collect::<Option<_>>()?;
-            if ports.len() > xt::PORTS_MAX {
+        (Match, "multiport", ["--dports", ports]) => {
+            let ports: Vec<u16> = ports.split(',').map(decimal).collect::<Option<_>>()?;
+            let count = u8::try_from(ports.len()).ok()?;
+            if ports.len() > PORTS_MAX {
                 return None;
             }
-            let count = u8::try_from(ports.len()).ok()?;
-            let port_bytes: Vec<u8> = ports.iter().flat_map(|port| port.to_ne_bytes()).collect();
-            Info::new(xt::MULTIPORT)
-                .with(offset_of!(Multiport, kind), &[xt::MULTIPORT_DESTINATION])
-                .with(offset_of!(Multiport, count), &[count])
-                .with(offset_of!(Multiport, ports), &port_bytes)
+            let port_bytes: Vec<u8> = ports.into_iter().flat_map(u16::to_ne_bytes).collect();
+            Structure::new(MULTIPORT, &[&[MULTIPORT_DESTINATION, count], &port_bytes])
         }
-        ("addrtype", "--dst-type") if value == "LOCAL" => {
-            Info::new(xt::ADDRTYPE).with(offset_of!(Addrtype, destination), &LOCAL_ROUTE_TYPE.to_ne_bytes())
+        (Match, "addrtype", ["--dst-type", "LOCAL"]) => {
+            Structure::new(ADDRTYPE, &[&[0; 2], &LOCAL_ROUTE_TYPE.to_ne_bytes()])
         }
-        ("mark", "--mark") => {
-            let (value, mask) = value_and_mask(value)?;
-            Info::new(xt::MARK)
-                .with(offset_of!(Mark, value), &value.to_ne_bytes())
-                .with(offset_of!(Mark, mask), &mask.to_ne_bytes())
+        (Match, "mark", ["--mark", mark]) => {
+            let (value, mask) = value_and_mask(mark)?;
+            Structure::new(MARK, &[&value.to_ne_bytes(), &mask.to_ne_bytes()])
         }
-        ("conntrack", "--ctstate") => {
+        (Match, "conntrack", ["--ctstate", names]) => {
             let mut states = 0;
-            for name in value.split(',') {
+            for name in names.split(',') {
                 let (bit, _) = CONNTRACK_STATES.iter().find(|(_, known)| *known == name)?;
                 states |= bit;
             }
-            Info::new(xt::CONNTRACK)
-                .with(offset_of!(Conntrack, matched), &CONNTRACK_STATE.to_ne_bytes())
-                .with(offset_of!(Conntrack, states), &states.to_ne_bytes())
+            let (matched, inverted) = (CONNTRACK_STATE.to_ne_bytes(), [0; 2]);
+            Structure::new(CONNTRACK, &[&[0; CONNTRACK_MATCHED_AT], &matched, &inverted, &states.to_ne_bytes()])
         }
-        // A port is a range: first and last port. The structure of udp begins like that of tcp.
-        ("tcp" | "udp", "--dport") => {
-            let port: u16 = decimal(value)?;
-            Info::new(if name == "tcp" { xt::TCP } else { xt::UDP })
-                .with(offset_of!(Tcp, source_ports), &[0, u16::MAX].map(u16::to_ne_bytes).concat())
-                .with(offset_of!(Tcp, destination_ports), &[port, port].map(u16::to_ne_bytes).concat())
+        // A port is a range of one port.
+        (Match, "tcp" | "udp", ["--dport", port]) => {
+            let port = decimal::<u16>(port)?.to_ne_bytes();
+            let (first_source, last_source) = ([0; 2], [u8::MAX; 2]);
+            Structure::new(if name == "tcp" { TCP } else { UDP }, &[&first_source, &last_source, &port, &port])
         }
-        ("sctp", "--dport") => {
-            let port: u16 = decimal(value)?;
+        (Match, "sctp", ["--dport", port]) => {
+            let port = decimal::<u16>(port)?.to_ne_bytes();
+            let sources_and_chunks = [0; SCTP_CHUNK_FLAGS_AT - 4];
             // Chunk type 255 means that an entry is unused. The four entries must be like those
             // that iptables writes, which compares them when it looks for a rule to delete.
-            let unused_chunk_flags = [[u8::MAX, 0, 0]; 4].concat();
-            Info::new(xt::SCTP)
-                .with(offset_of!(Sctp, destination_ports), &[port, port].map(u16::to_ne_bytes).concat())
-                .with(offset_of!(Sctp, chunk_flags), &unused_chunk_flags)
-                .with(offset_of!(Sctp, matched), &SCTP_DESTINATION_PORTS.to_ne_bytes())
+            let (unused_flags, count) = ([[u8::MAX, 0, 0]; 4], [0; 4]);
+            let matched = SCTP_DESTINATION_PORTS.to_ne_bytes();
+            Structure::new(SCTP, &[&port, &port, &sources_and_chunks, unused_flags.as_flattened(), &count, &matched])
         }
-        _ => return None,
-    })
-}
-
-/// Reads the option and the value of a match with the structure `info`. `None` for a match that
-/// [`write_match`] does not write, and for a comment, which has its own reader.
-pub(super) fn read_match(name: &str, revision: u32, info: &[u8]) -> Option<(&'static str, String)> {
-    let (option, value) = match name {
-        "multiport" => {
-            let count = usize::from(*info.get(offset_of!(Multiport, count))?);
-            let port = |index| u16_at(info, offset_of!(Multiport, ports) + 2 * index);
-            let ports: Vec<u16> = (0..count).map(port).collect::<Option<_>>()?;
-            ("--dports", ports.iter().map(u16::to_string).collect::<Vec<_>>().join(","))
-        }
-        "addrtype" => ("--dst-type", "LOCAL".to_owned()),
-        "mark" => {
-            let (value, mask) = (u32_at(info, offset_of!(Mark, value))?, u32_at(info, offset_of!(Mark, mask))?);
-            ("--mark", mark_text(value, mask))
-        }
-        "conntrack" => {
-            let states = u16_at(info, offset_of!(Conntrack, states))?;
-            let known = CONNTRACK_STATES.iter().filter(|(bit, _)| states & bit != 0);
-            ("--ctstate", known.map(|(_, name)| *name).collect::<Vec<_>>().join(","))
-        }
-        "tcp" | "udp" => ("--dport", u16_at(info, offset_of!(Tcp, destination_ports))?.to_string()),
-        "sctp" => ("--dport", u16_at(info, offset_of!(Sctp, destination_ports))?.to_string()),
-        _ => return None,
-    };
-    let is_same = write_match(name, option, &value)?.equals(revision, info);
-    is_same.then_some((option, value))
-}
-
-/// Reads the comment of a match `comment`.
-pub(super) fn read_comment(info: &[u8]) -> String {
-    let text = info.split(|byte| *byte == 0).next().unwrap_or_default();
-    String::from_utf8_lossy(text).into_owned()
-}
-
-/// Writes the target of this name with these options. `None` if plugins do not write them.
-pub(super) fn write_target(family: Family, name: &str, options: &[&str]) -> Option<Info> {
-    Some(match (name, options) {
         // The kernel requires exactly one NAT range; this one has no addresses or ports.
-        ("MASQUERADE", []) if family == Family::V4 => {
-            Info::new(xt::MASQUERADE_V4).with(offset_of!(NatV4, count), &1_u32.to_ne_bytes())
-        }
-        ("MASQUERADE", []) => Info::new(xt::MASQUERADE_V6),
-        ("DNAT", ["--to-destination", destination]) => {
+        (Target, "MASQUERADE", []) if family == Family::V4 => Structure::new(MASQUERADE_V4, &[&1_u32.to_ne_bytes()]),
+        (Target, "MASQUERADE", []) => Structure::new(MASQUERADE_V6, &[]),
+        (Target, "DNAT", ["--to-destination", destination]) => {
             let (address, port) = socket_address(destination)?;
             if Family::of(address) != family {
                 return None;
             }
             let flags = if port.is_some() { MAP_IPS | PROTO_SPECIFIED } else { MAP_IPS };
-            let (octets, port) = (octets(address), port.unwrap_or(0).to_be_bytes());
-            Info::new(xt::DNAT)
-                .with(offset_of!(Range2, flags), &flags.to_ne_bytes())
-                .with(offset_of!(Range2, first), &octets)
-                .with(offset_of!(Range2, last), &octets)
-                .with(offset_of!(Range2, first_port), &port)
-                .with(offset_of!(Range2, last_port), &port)
+            let (mut address, port) = (octets(address), port.unwrap_or(0).to_be_bytes());
+            address.resize(16, 0);
+            Structure::new(DNAT, &[&flags.to_ne_bytes(), &address, &address, &port, &port])
         }
-        ("MARK", ["--set-xmark", mark]) => {
+        (Target, "MARK", ["--set-xmark", mark]) => {
             let (value, mask) = value_and_mask(mark)?;
-            Info::new(xt::SET_MARK)
-                .with(offset_of!(SetMark, value), &value.to_ne_bytes())
-                .with(offset_of!(SetMark, mask), &mask.to_ne_bytes())
+            Structure::new(SET_MARK, &[&value.to_ne_bytes(), &mask.to_ne_bytes()])
         }
         _ => return None,
     })
 }
 
-/// Reads the options of a target with the structure `info`. `None` for a target that
-/// [`write_target`] does not write.
-pub(super) fn read_target(family: Family, name: &str, revision: u32, info: &[u8]) -> Option<Vec<String>> {
-    if name == "DNAT" && revision != xt::DNAT.revision {
-        return read_target(family, name, xt::DNAT.revision, &newest_dnat(family, revision, info)?);
-    }
-    let options = match name {
-        "MASQUERADE" => Vec::new(),
-        "DNAT" => {
+/// Reads the options of a match or target of a rule: `--dport 80`. `None` for one that [`write`]
+/// does not write. The comment of a match `comment` is read in any case.
+pub(super) fn read(family: Family, extension: &Xtables) -> Option<Vec<String>> {
+    let Xtables { kind, name, revision, info } = extension;
+    let words = |option: &str, value: String| vec![option.to_owned(), value];
+    let options = match (*kind, name.as_str()) {
+        (Match, "comment") => return Some(words("--comment", text(info))),
+        (Match, "multiport") => {
+            let port = |index| u16_at(info, 2 + 2 * index);
+            let ports: Vec<u16> = (0..usize::from(*info.get(1)?)).map(port).collect::<Option<_>>()?;
+            words("--dports", ports.iter().map(u16::to_string).collect::<Vec<_>>().join(","))
+        }
+        (Match, "addrtype") => words("--dst-type", "LOCAL".to_owned()),
+        (Match, "mark") => words("--mark", mark_text(u32_at(info, 0)?, u32_at(info, 4)?)),
+        (Match, "conntrack") => {
+            let states = u16_at(info, CONNTRACK_MATCHED_AT + 4)?;
+            let known = CONNTRACK_STATES.iter().filter(|(bit, _)| states & bit != 0);
+            words("--ctstate", known.map(|(_, name)| *name).collect::<Vec<_>>().join(","))
+        }
+        (Match, "tcp" | "udp") => words("--dport", u16_at(info, 4)?.to_string()),
+        (Match, "sctp") => words("--dport", u16_at(info, 0)?.to_string()),
+        (Target, "MASQUERADE") => Vec::new(),
+        (Target, "DNAT") if *revision != DNAT.revision => {
+            return read(family, &newest_dnat(family, *revision, info)?);
+        }
+        (Target, "DNAT") => {
             let address_len = if family == Family::V4 { 4 } else { 16 };
-            let first_at = offset_of!(Range2, first);
-            let address = from_octets(info.get(first_at..first_at + address_len)?)?;
-            let port = u16_at(info, offset_of!(Range2, first_port))?;
-            let has_port = u32_at(info, offset_of!(Range2, flags))? & PROTO_SPECIFIED != 0;
-            let with_port = || SocketAddr::new(address, u16::from_be(port)).to_string();
-            vec!["--to-destination".to_owned(), if has_port { with_port() } else { address.to_string() }]
+            let address = from_octets(info.get(4..4 + address_len)?)?;
+            let port = u16::from_be(u16_at(info, 36)?);
+            let has_port = u32_at(info, 0)? & PROTO_SPECIFIED != 0;
+            let with_port = || SocketAddr::new(address, port).to_string();
+            words("--to-destination", if has_port { with_port() } else { address.to_string() })
         }
-        "MARK" => {
-            let (value, mask) = (u32_at(info, offset_of!(SetMark, value))?, u32_at(info, offset_of!(SetMark, mask))?);
-            vec!["--set-xmark".to_owned(), format!("{value:#x}/{mask:#x}")]
-        }
+        (Target, "MARK") => words("--set-xmark", format!("{:#x}/{:#x}", u32_at(info, 0)?, u32_at(info, 4)?)),
         _ => return None,
     };
-    let words: Vec<&str> = options.iter().map(String::as_str).collect();
-    let is_same = write_target(family, name, &words)?.equals(revision, info);
+    let option_words: Vec<&str> = options.iter().map(String::as_str).collect();
+    let is_same = structure(family, *kind, name, &option_words)?.equals(extension);
     is_same.then_some(options)
 }
 
 /// Converts the structure of an older revision of DNAT to that of the newest. `None` if it does not
 /// have one range.
-fn newest_dnat(family: Family, revision: u32, info: &[u8]) -> Option<Vec<u8>> {
-    let mut newest = Info::new(xt::DNAT);
-    if revision == 0 && family == Family::V4 {
-        if u32_at(info, offset_of!(NatV4, count))? != 1 {
+fn newest_dnat(family: Family, revision: u32, info: &[u8]) -> Option<Xtables> {
+    let newest = if revision == 0 && family == Family::V4 {
+        // The structure of `MASQUERADE_V4`.
+        let [range_count, flags, first, last, ports, ..] = info.as_chunks::<4>().0 else { return None };
+        if u32::from_ne_bytes(*range_count) != 1 {
             return None;
         }
-        // Each field has four bytes; the last port is the two bytes after the first.
-        for (from, to) in [
-            (offset_of!(NatV4, flags), offset_of!(Range2, flags)),
-            (offset_of!(NatV4, first), offset_of!(Range2, first)),
-            (offset_of!(NatV4, last), offset_of!(Range2, last)),
-            (offset_of!(NatV4, first_port), offset_of!(Range2, first_port)),
-        ] {
-            newest = newest.with(to, info.get(from..from + 4)?);
-        }
-        return Some(newest.bytes);
-    }
-    // A `Range`, with which the newest structure begins.
-    Some(newest.with(0, info.get(..size_of::<xt::Range>())?).bytes)
+        Structure::new(DNAT, &[flags, first, &[0; 12], last, &[0; 12], ports])
+    } else {
+        Structure::new(DNAT, &[info.get(..NAT_RANGE_SIZE)?])
+    };
+    Some(newest.into_xtables())
 }
 
 /// Reads two bytes as a number in the machine's byte order.

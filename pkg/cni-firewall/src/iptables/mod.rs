@@ -41,7 +41,6 @@ mod fields;
 mod lock;
 mod rule;
 mod tool;
-mod xt;
 
 pub use chains::Chains;
 pub(crate) use chains::{JumpSearch, Part, SearchFor, single_address};

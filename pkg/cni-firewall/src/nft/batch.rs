@@ -10,7 +10,7 @@ use netlink_packet_core::{NLM_F_APPEND, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST}
 use std::net::IpAddr;
 
 use super::request::{Request, RequestType, number_attribute};
-use super::{Expr, Family, Generation, Rule, Table};
+use super::{Expr, Family, Generation, Rule, Table, expr};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::wire::Message;
 
@@ -230,17 +230,12 @@ impl Batch {
         self.push(what, flags, request).set_rules(table, chain, effect);
     }
 
-    /// Adds a rule in the form of iptables-nft at the chain's beginning or end. `protocol`
-    /// (`IPPROTO_*`, 0 for any) is the protocol that the rule matches, which the kernel needs to
-    /// check xtables matches: the match `tcp`, for example, requires protocol tcp.
-    pub(crate) fn add_xtables_rule(
-        &mut self,
-        (table, chain): (Table<'_>, &str),
-        exprs: &[Expr],
-        protocol: u8,
-        position: RulePosition,
-    ) {
+    /// Adds a rule in the form of iptables-nft at the chain's beginning or end.
+    pub(crate) fn add_xtables_rule(&mut self, table: Table<'_>, chain: &str, exprs: &[Expr], position: RulePosition) {
         let what = format!("failed to add a rule to iptables chain {table} {chain}");
+        // The kernel needs the protocol (`IPPROTO_*`, 0 for any) to check xtables matches: the
+        // match `tcp`, for example, requires protocol tcp.
+        let protocol = expr::l4proto_of(exprs).unwrap_or(0);
         let protocol_and_flags = [number_attribute(1, protocol.into()), number_attribute(2, 0)].concat();
         let request = new_rule(table, chain, exprs).nest(5, &protocol_and_flags);
         let (flags, effect) = position.flags_and_effect();

@@ -33,13 +33,10 @@ pub use decode::{has_any_pair, mentions};
 pub use expr::{Expr, Verdict};
 pub(crate) use index::{Key, Search, is_long};
 pub(crate) use lists::Retries;
-pub(crate) use socket::Extension;
 pub use socket::{Generation, Nft, raced};
 
 /// The netlink subsystem number of nf_tables.
 const NFNL_SUBSYS_NFTABLES: u16 = 10;
-/// The netlink subsystem number of xtables extensions in nf_tables.
-const NFNL_SUBSYS_NFT_COMPAT: u16 = 11;
 
 /// The packets that a table sees. The numbers are the kernel's, `NFPROTO_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

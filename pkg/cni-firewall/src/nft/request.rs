@@ -40,9 +40,13 @@ pub(super) struct Request {
 impl Request {
     /// Returns a request without attributes.
     pub(super) fn new(kind: RequestType, family: Family) -> Request {
+        Request::of_subsystem(NFNL_SUBSYS_NFTABLES, kind as u16, family)
+    }
+
+    /// Returns a request without attributes to a subsystem of netfilter; `kind` is its type there.
+    pub(super) fn of_subsystem(subsystem: u16, kind: u16, family: Family) -> Request {
         // Family, version 0, resource id 0.
-        let body = vec![family as u8, 0, 0, 0];
-        Request { kind: NFNL_SUBSYS_NFTABLES << 8 | kind as u16, body, lacks_userdata: false }
+        Request { kind: subsystem << 8 | kind, body: vec![family as u8, 0, 0, 0], lacks_userdata: false }
     }
 
     /// Returns a request about a table, or about something in it: the first attribute is the

@@ -9,11 +9,12 @@ use nix::errno::Errno;
 
 use super::batch::{Batch, Change};
 use super::decode;
+use super::expr::ExtensionKind;
 use super::index::{self, Appended, Index};
 use super::lists::Retries;
 use super::refusal::{Absence, Refusal};
 use super::request::{Request, RequestType};
-use super::{Family, NFNL_SUBSYS_NFT_COMPAT, NFNL_SUBSYS_NFTABLES};
+use super::{Family, NFNL_SUBSYS_NFTABLES};
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::netlink::socket::{Protocol, Socket};
 use cni_linux::netlink::wire::{self, Message, NLMSG_ERROR};
@@ -220,28 +221,29 @@ impl Nft {
 
     /// Whether rules of nf_tables can contain this xtables match or target. The kernel loads the
     /// extension's module if it is installed.
-    pub(crate) fn has_extension(&mut self, family: Family, name: &str, revision: u32, kind: Extension) -> Result<bool> {
+    pub(crate) fn has_extension(
+        &mut self,
+        family: Family,
+        kind: ExtensionKind,
+        name: &str,
+        revision: u32,
+    ) -> Result<bool> {
+        const NFNL_SUBSYS_NFT_COMPAT: u16 = 11;
         const NFNL_MSG_COMPAT_GET: u16 = 0;
         const NFTA_COMPAT_NAME: u16 = 1;
         const NFTA_COMPAT_REV: u16 = 2;
         const NFTA_COMPAT_TYPE: u16 = 3;
-        let kind = match kind {
-            Extension::Match => 0_u32,
-            Extension::Target => 1,
-        };
-        let body = [
-            &[family as u8, 0, 0, 0][..],
-            &wire::new_attribute(NFTA_COMPAT_NAME, &[name.as_bytes(), &[0]].concat()),
-            &wire::new_attribute(NFTA_COMPAT_REV, &revision.to_be_bytes()),
-            &wire::new_attribute(NFTA_COMPAT_TYPE, &kind.to_be_bytes()),
-        ]
-        .concat();
+        let request = Request::of_subsystem(NFNL_SUBSYS_NFT_COMPAT, NFNL_MSG_COMPAT_GET, family)
+            .text(NFTA_COMPAT_NAME, name)
+            .number(NFTA_COMPAT_REV, revision)
+            .number(NFTA_COMPAT_TYPE, kind as u32);
         let Ok(socket) = &mut self.socket else { return Ok(false) };
-        let answer = socket.ask(NFNL_SUBSYS_NFT_COMPAT << 8 | NFNL_MSG_COMPAT_GET, 0, &body, &mut |_| {});
+        let answer = socket.ask(request.kind, 0, &request.body, &mut |_| {});
         let what = || format!("failed to ask the kernel for the xtables extension {name}");
         match answer.map_err(|cause| Error::new(what(), cause)) {
             Ok(_) => Ok(true),
-            // ENOENT: the kernel does not have the extension. EINVAL: it has no nft_compat.
+            // ENOENT: the kernel does not have the extension. EINVAL: it has no nft_compat. Not
+            // `Nft::ask`, for which EINVAL means that the kernel has no nf_tables.
             Err(error) if error.is_not_found() || error.errno() == Some(libc::EINVAL) => Ok(false),
             Err(error) => Err(error),
         }
@@ -335,13 +337,6 @@ impl Nft {
         Message { kind, flags: NLM_F_REQUEST, sequence, payload: &payload }.write(bytes);
         Ok(sequence)
     }
-}
-
-/// A kind of extension of xtables.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Extension {
-    Match,
-    Target,
 }
 
 /// What the kernel does with a batch: makes the changes, or checks and discards them.

@@ -136,6 +136,14 @@ pub fn l4proto(protocol: u8) -> Vec<Expr> {
     equal(Expr::Meta { key: MetaKey::L4PROTO, to: Reg::R1 }, vec![protocol])
 }
 
+/// Returns the protocol of the first [`l4proto`] match in a rule.
+pub(in crate::nft) fn l4proto_of(exprs: &[Expr]) -> Option<u8> {
+    exprs.windows(2).find_map(|pair| match pair {
+        [Expr::Meta { key: MetaKey::L4PROTO, .. }, Expr::Cmp { op: CmpOp::EQ, data, .. }] => data.first().copied(),
+        _ => None,
+    })
+}
+
 /// Returns the match `icmpv6 type FIRST-LAST`; needs [`l4proto`] before it.
 pub fn icmpv6_types(first: u8, last: u8) -> Vec<Expr> {
     let compare = |op, value| Expr::Cmp { op, reg: Reg::R1, data: vec![value] };

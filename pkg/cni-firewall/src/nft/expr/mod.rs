@@ -11,6 +11,7 @@
 mod build;
 mod wire;
 
+pub(super) use build::l4proto_of;
 pub use build::{
     ct_dnat, ct_established_related, daddr, dnat, dport, ether_saddr, ether_saddr_of, fib_daddr_local, icmpv6_types,
     iifname, iifname_of, in_set, jump, l4proto, masked, nfproto, not, oifname, saddr, with_mask,
@@ -88,6 +89,28 @@ pub enum Verdict {
     Goto(String),
     /// Any other code, as the kernel numbers it.
     Other(u32),
+}
+
+/// The two kinds of xtables extensions. The numbers are those of `NFTA_COMPAT_TYPE`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ExtensionKind {
+    /// `comment` or `multiport`, for example.
+    Match = 0,
+    /// `MASQUERADE` or `DNAT`, for example.
+    Target = 1,
+}
+
+/// A match or target of xtables in a rule.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Xtables {
+    /// Whether it is a match or a target.
+    pub kind: ExtensionKind,
+    /// Its name.
+    pub name: String,
+    /// Its revision.
+    pub revision: u32,
+    /// The C structure of that name and revision.
+    pub info: Vec<u8>,
 }
 
 /// An expression of a rule. The first comparison that fails ends the rule.
@@ -172,24 +195,8 @@ pub enum Expr {
         /// The register with the port; `None` if the port is not replaced.
         port: Option<Reg>,
     },
-    /// An xtables match (`comment`, `multiport`), which iptables-nft uses.
-    XtMatch {
-        /// Its name.
-        name: String,
-        /// Its revision.
-        revision: u32,
-        /// The C structure of that name and revision.
-        info: Vec<u8>,
-    },
-    /// An xtables target (`MASQUERADE`, `DNAT`), which iptables-nft uses.
-    XtTarget {
-        /// Its name.
-        name: String,
-        /// Its revision.
-        revision: u32,
-        /// The C structure of that name and revision.
-        info: Vec<u8>,
-    },
+    /// A match or target of xtables, which iptables-nft uses.
+    Xtables(Xtables),
     /// Any other expression, of which only the name is read. Not for writing: it would be written
     /// without attributes, which the kernel refuses for most expressions.
     Other(String),

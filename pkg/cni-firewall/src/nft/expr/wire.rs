@@ -3,7 +3,7 @@
 //! The kernel's form of an expression is a name and attributes, whose numbers are those of
 //! `enum nft_NAME_attributes` in `linux/netfilter/nf_tables.h`.
 
-use super::{Base, CmpOp, Expr, MetaKey, Reg, Verdict};
+use super::{Base, CmpOp, Expr, ExtensionKind, MetaKey, Reg, Verdict, Xtables};
 use crate::nft::request::{constant_attribute as constant, number_attribute as numeric, text_attribute as textual};
 use cni_linux::netlink::wire::{attribute, attributes, new_attribute, new_nest, number, text};
 
@@ -12,11 +12,6 @@ const NAT_DNAT: u32 = 1;
 /// The attributes in the value of an attribute: a constant, or a verdict.
 const DATA_VALUE: u16 = 1;
 const DATA_VERDICT: u16 = 2;
-
-/// Returns the attributes of an xtables match or target.
-fn xtables(name: &str, revision: u32, info: &[u8]) -> Vec<u8> {
-    [textual(1, name), numeric(2, revision), new_attribute(3, info)].concat()
-}
 
 impl Verdict {
     /// Returns the kernel's code and, for jump and goto, the chain.
@@ -84,8 +79,10 @@ impl Expr {
                 let port = port.map(|reg| numeric(5, reg.0)).unwrap_or_default();
                 ("nat", [numeric(1, NAT_DNAT), numeric(2, *family), numeric(3, addr.0), port].concat())
             }
-            Expr::XtMatch { name, revision, info } => ("match", xtables(name, *revision, info)),
-            Expr::XtTarget { name, revision, info } => ("target", xtables(name, *revision, info)),
+            Expr::Xtables(Xtables { kind, name, revision, info }) => {
+                let expression = if *kind == ExtensionKind::Match { "match" } else { "target" };
+                (expression, [textual(1, name), numeric(2, *revision), new_attribute(3, info)].concat())
+            }
             Expr::Other(name) => (name, Vec::new()),
         }
     }
@@ -103,10 +100,6 @@ impl Expr {
         let field = |kind| number(data, kind);
         let reg = |kind| field(kind).map(Reg);
         let value = |kind| Some(attribute(attribute(data, kind)?, DATA_VALUE)?.to_vec());
-        let xtables = || {
-            let info = attribute(data, 3).unwrap_or_default().to_vec();
-            Some((text(attribute(data, 1)?), field(2)?, info))
-        };
         Some(match name {
             // `meta set` has a source register (3) instead of the destination.
             "meta" => Expr::Meta { to: reg(1)?, key: MetaKey(field(2)?) },
@@ -134,8 +127,12 @@ impl Expr {
             // More attributes than destination and key would select a direction, or write.
             "ct" if attributes(data).count() == 2 => Expr::Ct { to: reg(1)?, key: field(2)? },
             "nat" if field(1) == Some(NAT_DNAT) => Expr::Dnat { family: field(2)?, addr: reg(3)?, port: reg(5) },
-            "match" => xtables().map(|(name, revision, info)| Expr::XtMatch { name, revision, info })?,
-            "target" => xtables().map(|(name, revision, info)| Expr::XtTarget { name, revision, info })?,
+            "match" | "target" => Expr::Xtables(Xtables {
+                kind: if name == "match" { ExtensionKind::Match } else { ExtensionKind::Target },
+                name: text(attribute(data, 1)?),
+                revision: field(2)?,
+                info: attribute(data, 3).unwrap_or_default().to_vec(),
+            }),
             // An attribute would be a port range or a flag, which `Expr::Masquerade` does not have.
             "masq" if attributes(data).next().is_none() => Expr::Masquerade,
             _ => return None,
