@@ -55,7 +55,7 @@ pub(crate) fn network() -> File {
     })
 }
 
-/// Runs `body` on a new thread in a new network namespace, with an empty `/run` of its own, in which
+/// Runs `body` on a new thread in a new network namespace, with an empty `/run` of its own, where
 /// locks and indexes of rules are files. Without the privilege for that, the test is skipped
 /// visibly, or fails with `CNI_TEST_REQUIRE=all`.
 #[track_caller]
