@@ -13,6 +13,7 @@ mod choose;
 mod network;
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
@@ -346,9 +347,12 @@ impl<'a> Cluster<'a> {
             // Otherwise the next list has the pool, or the one that another node creates first.
             if is_complete {
                 let has_entry = |name: &String| self.ledger.entries().iter().any(|entry| entry.block.pool == *name);
-                let is_used = |name: &String| wanted.iter().any(|(other, _)| other == name) || has_entry(name);
-                let sizes = pools.into_iter().map(|(name, pool)| (name, pool.block_size));
-                self.ledger.pools = sizes.filter(|(name, _)| is_used(name)).collect();
+                let is_used =
+                    |(name, _): &(String, Pool)| wanted.iter().any(|(other, _)| other == name) || has_entry(name);
+                // Not `collect`, which sorts first: that takes some kilobytes of code.
+                let mut sizes = BTreeMap::new();
+                sizes.extend(pools.into_iter().filter(is_used).map(|(name, pool)| (name, pool.block_size)));
+                self.ledger.pools = sizes;
                 return Ok(());
             }
         }
