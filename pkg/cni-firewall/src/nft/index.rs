@@ -320,9 +320,9 @@ impl Nft {
         let Some(position) = self.indexes.iter().position(|index| index.is_of(table, chain)) else {
             return Ok(None);
         };
-        let index = self.indexes.swap_remove(position);
-        let (handles, has_all) = index.find(wanted);
+        let (handles, has_all) = self.indexes[position].find(wanted);
         if reads_all_if_missing && !has_all {
+            self.indexes.swap_remove(position);
             return Ok(None);
         }
         let mut rules = Vec::new();
@@ -330,12 +330,11 @@ impl Nft {
             let what = format!("failed to read rule {handle} of nft chain {table} {}", chain.name);
             let request = Request::in_table(RequestType::GetRule, table).text(2, &chain.name).handle(3, handle);
             let Some(listed) = self.find(&what, &request, decode::rule)? else {
-                index.discard();
+                self.indexes.swap_remove(position).discard();
                 return Ok(None);
             };
             rules.push(listed);
         }
-        self.indexes.push(index);
         Ok(Some(rules))
     }
 
