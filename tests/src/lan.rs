@@ -358,25 +358,15 @@ impl Lan {
     /// # Panics
     /// If there is no record.
     pub fn age(&self, seconds: u64) {
-        // Not its start, which counts from the machine's: a virtual machine may be younger than
-        // that.
-        self.change_record(|json| {
-            for time in ["seconds", "t1", "t2"] {
-                let time = &mut json["held"]["Bound"]["terms"][time];
-                *time = json!(time.as_u64().unwrap().saturating_sub(seconds));
-            }
-        });
-    }
-
-    /// Changes the recorded lease, while no daemon runs.
-    ///
-    /// # Panics
-    /// If there is no record.
-    pub fn change_record(&self, change: impl FnOnce(&mut Value)) {
         let entries = fs::read_dir(self.node.dir().join("dhcp")).unwrap().map(|entry| entry.unwrap().path());
         let record = entries.into_iter().find(|path| path.extension().is_some_and(|it| it == "json")).unwrap();
         let mut json: Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
-        change(&mut json);
+        // Not its start, which counts from the machine's: a virtual machine may be younger than
+        // that.
+        for time in ["seconds", "t1", "t2"] {
+            let time = &mut json["held"]["Bound"]["terms"][time];
+            *time = json!(time.as_u64().unwrap().saturating_sub(seconds));
+        }
         fs::write(record, json.to_string()).unwrap();
     }
 }

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use cni::Cidr;
-use cni::result::{AddResult, Dns, IpConfig};
+use cni::result::{AddResult, Dns};
 use cni_dhcp::lease::{Change, Session, Step};
 use cni_dhcp::message::LeaseParameters;
 use cni_dhcp::message::v6::{Information, with_zone};
@@ -43,16 +43,6 @@ pub(crate) enum Status {
     Lost(String),
     /// The task has given up, for this reason, and ends.
     Failed(String),
-}
-
-impl Status {
-    /// Returns the addresses of the lease.
-    fn leased(&self) -> &[IpConfig] {
-        match self {
-            Status::Leased(result) => &result.ips,
-            Status::Acquiring | Status::Lost(_) | Status::Failed(_) => &[],
-        }
-    }
 }
 
 /// A command to a task.
@@ -99,12 +89,15 @@ impl Handle {
         let is_same_link = *netns_id == found.netns_id && *index == found.index;
         // The namespace may have moved to another path. The task can only renew the lease if its
         // own path still leads to the interface.
-        let is_path_valid = *netns == found.netns || !self.interface.is_gone(&[]);
+        let is_path_valid = *netns == found.netns || !self.interface.is_gone();
         // A new namespace can get the inode number of a deleted one, so the MAC is compared too.
         let is_same_mac = *mac == found.mac;
         // If the plugin tuning has changed the MAC of the same interface, the interface still has
         // the leased address.
-        let has_leased_address = || self.status.borrow().leased().iter().any(|ip| found.has_address(ip.address));
+        let has_leased_address = || match &*self.status.borrow() {
+            Status::Leased(result) => result.ips.iter().any(|ip| found.has_address(ip.address)),
+            Status::Acquiring | Status::Lost(_) | Status::Failed(_) => false,
+        };
         is_same_link && is_path_valid && (is_same_mac || has_leased_address())
     }
 }
@@ -243,7 +236,7 @@ impl Attachment {
                         Err(error) => {
                             is_unanswered = false;
                             exchange.close();
-                            if self.is_interface_gone() {
+                            if self.interface.is_gone() {
                                 return Err(TaskEnd::GaveUp(INTERFACE_GONE.into()));
                             }
                             // The message counts as lost in the network, and is repeated later.
@@ -297,7 +290,7 @@ impl Attachment {
             let wait = until.saturating_sub(now()).min(longest_wait);
             tokio::select! {
                 () = sleep_until(Instant::now() + wait) => {
-                    if wait > UNCHECKED_SLEEP && self.is_interface_gone() {
+                    if wait > UNCHECKED_SLEEP && self.interface.is_gone() {
                         return Err(TaskEnd::GaveUp(INTERFACE_GONE.into()));
                     }
                 }
@@ -317,15 +310,6 @@ impl Attachment {
                 },
                 end = self.process_commands(key) => return Err(end),
             }
-        }
-    }
-
-    /// Whether the interface or its namespace is gone.
-    fn is_interface_gone(&self) -> bool {
-        match self.pending {
-            // The interface does not have the leased address yet.
-            Some(_) => self.interface.is_gone(&[]),
-            None => self.interface.is_gone(self.status.borrow().leased()),
         }
     }
 
@@ -357,7 +341,7 @@ impl Attachment {
             match self.commands.recv().await {
                 // The channel is closed, because the daemon ends.
                 None => return TaskEnd::DaemonEnded,
-                Some(LeaseCommand::CheckInterface) if self.is_interface_gone() => {
+                Some(LeaseCommand::CheckInterface) if self.interface.is_gone() => {
                     return TaskEnd::GaveUp(INTERFACE_GONE.into());
                 }
                 Some(LeaseCommand::CheckInterface) => {}
@@ -379,7 +363,7 @@ impl Attachment {
             // Without a lease in the session, the recorded lease is lost.
             (None, RecordedLease::Bound(_) | RecordedLease::Nothing) => None,
         };
-        if let Some(terms) = terms.filter(|_| !self.is_interface_gone()) {
+        if let Some(terms) = terms.filter(|_| !self.interface.is_gone()) {
             log(format_args!("{key}: releasing lease"));
             let sent = self.session.release(&terms).and_then(|(bytes, path)| {
                 self.interface.send_release(&bytes, path, terms.cidr).map_err(|error| error.to_string())

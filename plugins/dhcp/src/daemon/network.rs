@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cni::Cidr;
-use cni::result::{AddResult, IpConfig};
+use cni::result::AddResult;
 use cni_linux::{Dad, Error, Family, LinkKind, Mac, Netlink, Netns, Route, Watch};
 use cni_plugin::interface::kernel_route;
 use tokio::io::unix::AsyncFd;
@@ -75,21 +75,12 @@ impl Interface {
     }
 
     /// Whether the interface or its namespace is gone. Returns false after an error.
-    ///
-    /// A new namespace can get the path and the inode number of a deleted one, and its interface
-    /// the index. That interface has another MAC and none of `leased`, the addresses of the lease.
-    /// If the plugin tuning has changed the MAC of this interface, it still has them.
-    pub(crate) fn is_gone(&self, leased: &[IpConfig]) -> bool {
-        let is_gone = || {
-            let Some(netlink) = self.netlink()? else { return Ok(true) };
-            let Some(link) = netlink.find_link_by_index(self.index)? else { return Ok(true) };
-            if link.mac == Some(self.mac) || leased.is_empty() {
-                return Ok(false);
-            }
-            let existing = netlink.list_addresses(self.index)?;
-            Ok::<bool, Error>(!leased.iter().any(|ip| existing.iter().any(|addr| addr.cidr == ip.address)))
-        };
-        is_gone().unwrap_or(false)
+    pub(crate) fn is_gone(&self) -> bool {
+        match self.netlink() {
+            Ok(Some(netlink)) => matches!(netlink.find_link_by_index(self.index), Ok(None)),
+            Ok(None) => true,
+            Err(_) => false,
+        }
     }
 
     /// Calls `check` at once and after every change in the interface's namespace, until it returns

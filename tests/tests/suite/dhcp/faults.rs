@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::thread;
@@ -58,28 +58,6 @@ fn an_interface_that_was_replaced_takes_a_new_lease() {
     attachment.check(&result).success();
     attachment.del().success();
     wait_until("the server has the address back", || lan.leased().is_empty());
-}
-
-#[test]
-fn a_new_namespace_with_a_reused_inode_number_is_noticed() {
-    require!(probe::dnsmasq().map(drop));
-    let lan = Lan::new(10, &[]);
-    let daemon = lan.daemon();
-    let [old, new] = [lan.container(&["eth0"]), lan.container(&["eth0"])];
-    let index = |container: &Container| container.link("eth0").unwrap()["ifindex"].clone();
-    assert_eq!(index(&old), index(&new));
-    let attachment = lan.attachment(&old);
-    configure(&old, "eth0", &attachment.add().success());
-    daemon.kill();
-    // As if the kernel had given the inode number of the old namespace to the new one.
-    let namespace = fs::metadata(new.netns()).unwrap();
-    lan.change_record(|record| {
-        record["netns"] = json!(new.netns());
-        record["netns_id"] = json!([namespace.dev(), namespace.ino()]);
-    });
-    let _daemon = lan.daemon();
-    wait_until("the record has gone", || lan.records() == 0);
-    attachment.del().success();
 }
 
 #[test]
