@@ -17,7 +17,6 @@ if [ "$CNI_COMMAND" = VERSION ]; then
 fi
 echo "$CNI_COMMAND $me" >> "$log"
 cat > "$log.$me.$CNI_COMMAND"
-[ ! -p "$log.wait" ] || ! mkdir "$log.first" 2> /dev/null || read -r _ < "$log.wait"
 echo "$CNI_CONTAINERID $CNI_NETNS $CNI_IFNAME $CNI_ARGS" > "$log.$me.$CNI_COMMAND.env"
 if [ -e "$log.fail.$me.$CNI_COMMAND" ]; then
     echo '{"cniVersion":"1.0.0","code":123,"msg":"'"$me"' fails on request"}'; exit 1
@@ -211,25 +210,6 @@ fn an_add_to_an_interface_that_exists_calls_no_plugin() {
     assert_eq!(operator.log(), [""; 0]);
     succeeded(&operator.call(&["add", "net1", operator.netns(), "--ifname", "eth1"]).run());
     succeeded(&operator.call(&["del", "net1", operator.netns(), "--ifname", "eth1"]).run());
-}
-
-#[test]
-fn a_second_add_of_a_running_one_calls_no_plugin() {
-    require!(probe::plugin("cnitool"));
-    let operator = Operator::new();
-    operator.chain(json!({}));
-    let gate = operator.file("log.wait");
-    operator.node.exec(&["mkfifo", gate.to_str().unwrap()]);
-    let first = operator.call(&["add", "net1", operator.netns()]).start();
-    // Opening waits until the first ADD of spy1 reads.
-    let gate = fs::File::options().write(true).open(gate).unwrap();
-    failed(&operator.run("add"), &["another process is attaching eth0 of container", "CNI error code 102"]);
-    assert_eq!(operator.log(), ["ADD spy1"]);
-    drop(gate);
-    succeeded(&first.finish());
-    assert_eq!(operator.log(), ["ADD spy2", "ADD spy3"]);
-    assert_eq!(operator.cached(), [format!("net1-{}-eth0", operator.container_id())]);
-    succeeded(&operator.run("del"));
 }
 
 #[test]

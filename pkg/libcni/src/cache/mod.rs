@@ -12,8 +12,8 @@
 //! name. An entry names the attachment to which the file belongs. A bare result does not, so it
 //! belongs to the attachment that is looked up.
 
-use std::fs::{self, DirBuilder, File};
-use std::io::{self, ErrorKind, Read as _};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -25,8 +25,7 @@ use cni::json::Json;
 use cni::result::{AddResult, Interface};
 use cni::version::Version;
 use cni::{AttachmentId, Code, Error, Result, ident};
-pub(crate) use slot::Slot;
-use slot::{is_slot, purge_unused, slot_name};
+use slot::{is_slot, lock, lock_slot};
 
 mod slot;
 mod wire;
@@ -224,20 +223,19 @@ impl Cache {
         fs::symlink_metadata(self.path(id).ok()?).ok()?.modified().ok()
     }
 
-    /// Begins an ADD: creates the folder, excludes other ADDs of the attachment as long as the
-    /// returned value exists, and checks that the cache does not have the attachment yet.
+    /// Creates the folder, and checks that the cache does not have the attachment yet, so that an
+    /// ADD can write its entry.
     ///
     /// # Errors
     /// - Those of [`path`](Cache::path).
-    /// - Code 5 if the folder or the temporary file cannot be created, or the file cannot be read.
-    /// - [`Code::CONFLICT`] if another ADD of the attachment is running, or the file has the entry
-    ///   of this attachment, which needs a DEL first, or the entry of another attachment with the
-    ///   same file name.
-    pub(super) fn begin_add(&self, id: &AttachmentId) -> Result<Slot> {
-        let slot = self.lock_slot(id)?;
+    /// - Code 5 if the folder cannot be created or the file cannot be read.
+    /// - [`Code::CONFLICT`] if the file has the entry of this attachment, which needs a DEL first,
+    ///   or the entry of another attachment with the same file name.
+    pub(super) fn prepare_for_add(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
+        create_folder(&self.folder)?;
         // The ADD replaces a file that cannot be decoded.
-        let Some(Ok(entry)) = read_for(id, &path)? else { return Ok(slot) };
+        let Some(Ok(entry)) = read_for(id, &path)? else { return Ok(()) };
         let owner = entry.id();
         let AttachmentId { network, container_id, ifname } = &owner;
         if owner == *id {
@@ -252,43 +250,33 @@ impl Cache {
         Err(Error::new(Code::CONFLICT, msg))
     }
 
-    /// Locks the temporary file of an attachment.
-    ///
-    /// # Errors
-    /// - Those of [`path`](Cache::path).
-    /// - Code 5 if the file cannot be created; [`Code::CONFLICT`] if another process has locked it.
-    fn lock_slot(&self, id: &AttachmentId) -> Result<Slot> {
-        let (target, path) = (self.path(id)?, self.slot_path(id));
-        create_folder(&self.own_folder())?;
-        let failed = |error| Error::caused(Code::IO, format_args!("failed to create {}", path.display()), error);
-        Slot::lock(&path, target).map_err(failed)?.ok_or_else(|| {
-            let AttachmentId { network, container_id, ifname } = id;
-            let msg = format!("another process is attaching {ifname} of container {container_id} to network {network}");
-            Error::new(Code::CONFLICT, msg).with_details("nothing was changed")
-        })
-    }
-
     /// Stores an entry. The file is replaced atomically.
     ///
     /// # Errors
     /// - Those of [`path`](Cache::path).
     /// - Code 5 if the entry cannot be written. The file is unchanged.
-    /// - [`Code::CONFLICT`] if an ADD of the attachment is running.
     pub fn write(&self, entry: &Entry) -> Result<()> {
-        self.lock_slot(&entry.id())?.write(entry)
+        let path = self.path(&entry.id())?;
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to write {}", path.display()), error);
+        let bytes = wire::encode(entry)?;
+        let temporary_folder = self.own_folder();
+        create_folder(&temporary_folder)?;
+        let (mut file, temporary) = lock_slot(&temporary_folder).map_err(failed)?;
+        // A killed process may have left content in the temporary file.
+        file.set_len(0)
+            .and_then(|()| file.write_all(bytes.as_bytes()))
+            .and_then(|()| fs::rename(&temporary, &path))
+            .map_err(failed)
     }
 
-    /// Removes the entry of an attachment, and the temporary file of its ADD if that was killed. It
-    /// is not an error if there is none. A file that cannot be decoded is removed too. The file of
-    /// another attachment with the same file name stays.
+    /// Removes the entry of an attachment. It is not an error if there is none. A file that cannot
+    /// be decoded is removed too. The file of another attachment with the same file name stays.
     ///
     /// # Errors
     /// - Those of [`path`](Cache::path).
     /// - Code 5 if the file cannot be read or removed.
     pub fn purge(&self, id: &AttachmentId) -> Result<()> {
         let path = self.path(id)?;
-        // Without its error, because GC removes the file too.
-        let _ = purge_unused(&self.slot_path(id));
         match read_for(id, &path)? {
             None => Ok(()),
             Some(Ok(entry)) if entry.id() != *id => Ok(()),
@@ -361,8 +349,8 @@ impl Cache {
         Ok(paths)
     }
 
-    /// Removes the temporary files of ADDs that were killed. Other files stay, because the folder
-    /// may be a link to that of another program.
+    /// Removes the temporary files of processes that were killed while they wrote an entry. Other
+    /// files stay, because the folder may be a link to that of another program.
     ///
     /// # Errors
     /// Code 5 if the folder cannot be read, or a file cannot be locked or removed.
@@ -376,8 +364,13 @@ impl Cache {
         };
         for file in files {
             let path = file.map_err(failed)?.path();
-            if is_slot(&path) {
-                purge_unused(&path).map_err(failed)?;
+            if !is_slot(&path) {
+                continue;
+            }
+            // A process that is still writing its file holds the lock. `_lock` is held until the
+            // file is removed.
+            if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
+                ignore_not_found(fs::remove_file(&path)).map_err(failed)?;
             }
         }
         Ok(())
@@ -386,11 +379,6 @@ impl Cache {
     /// Returns the path of the folder for files that only this crate uses.
     fn own_folder(&self) -> PathBuf {
         self.folder.join(OWN_FOLDER)
-    }
-
-    /// Returns the path of an attachment's temporary file.
-    fn slot_path(&self, id: &AttachmentId) -> PathBuf {
-        self.own_folder().join(slot_name(&file_name(id)))
     }
 }
 

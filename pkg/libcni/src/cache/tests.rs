@@ -90,7 +90,7 @@ fn a_shared_file_name_belongs_to_the_recorded_attachment() {
     cache.write(&entry(other.clone())).unwrap();
     assert_eq!(cache.path(&mine).unwrap(), cache.path(&other).unwrap());
     assert!(cache.find(&mine).unwrap().is_none());
-    let error = cache.begin_add(&mine).unwrap_err();
+    let error = cache.prepare_for_add(&mine).unwrap_err();
     assert!(error.code() == Code::CONFLICT && error.msg().ends_with("eth0 of container c in network a-b"), "{error}");
     cache.purge(&mine).unwrap();
     assert!(cache.find(&other).unwrap().is_some());
@@ -143,31 +143,32 @@ fn folder_errors_are_reported_and_an_absent_folder_is_empty() {
     assert!(cache.list("n").unwrap().entries.is_empty());
     cache.purge(&id()).unwrap();
     fs::write(guard.path().join("cni"), "a file").unwrap();
-    assert_eq!(cache.begin_add(&id()).unwrap_err().code(), Code::IO);
+    assert_eq!(cache.prepare_for_add(&id()).unwrap_err().code(), Code::IO);
     assert!(cache.list("n").is_err());
 }
 
 #[test]
 fn crash_leftovers_are_reused_or_removed_but_live_files_stay() {
     let (_guard, cache) = cache();
-    let [own, slot] = [cache.own_folder(), cache.slot_path(&id())];
+    let own = cache.own_folder();
     create_folder(&own).unwrap();
-    let half = "half an entry that is much longer than the next one, so that a tail would show ".repeat(9);
-    fs::write(&slot, &half).unwrap();
+    fs::write(
+        own.join("slot-0"),
+        "half an entry that is much longer than the next one, so that a tail would show ".repeat(9),
+    )
+    .unwrap();
     cache.write(&entry(id())).unwrap();
-    assert!(cache.find(&id()).unwrap().is_some() && !slot.exists());
-    fs::write(&slot, half).unwrap();
-    cache.purge(&id()).unwrap();
-    assert!(!slot.exists());
+    assert!(cache.find(&id()).unwrap().is_some());
+    assert!(!own.join("slot-0").exists());
 
-    let _live = cache.begin_add(&id()).unwrap();
-    let dead = [own.join("slot-1"), cache.slot_path(&AttachmentId::new("n", "c2", "eth0"))];
-    dead.iter().for_each(|path| fs::write(path, "dead").unwrap());
+    let (_live, path) = lock_slot(&own).unwrap();
+    fs::write(own.join("slot-1"), "dead").unwrap();
+    cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
+    fs::write(own.join("slot-2"), "dead").unwrap();
     let foreign = ["notes", "slot-", "slot-1.bak", "slot-x"];
     foreign.iter().for_each(|name| fs::write(own.join(name), "of another program").unwrap());
     cache.clean().unwrap();
-    cache.purge(&id()).unwrap();
-    assert!(slot.exists() && dead.iter().all(|path| !path.exists()));
+    assert!(path.exists() && !own.join("slot-1").exists() && !own.join("slot-2").exists());
     assert!(
         foreign.iter().all(|name| own.join(name).exists()),
         "{:?}",
@@ -176,26 +177,11 @@ fn crash_leftovers_are_reused_or_removed_but_live_files_stay() {
 }
 
 #[test]
-fn an_add_excludes_another_one_of_its_attachment_until_it_ends() {
-    let (_guard, cache) = cache();
-    let mut running = cache.begin_add(&id()).unwrap();
-    let error = cache.begin_add(&id()).unwrap_err();
-    assert!(error.code() == Code::CONFLICT && error.msg().starts_with("another process is attaching eth0"), "{error}");
-    drop(cache.begin_add(&AttachmentId::new("n", "c1", "eth1")).unwrap());
-    running.write(&entry(id())).unwrap();
-    drop(running);
-    let error = cache.begin_add(&id()).unwrap_err();
-    assert!(error.msg().ends_with("is already attached to network n"), "{error}");
-    assert_eq!(fs::read_dir(cache.own_folder()).unwrap().count(), 0);
-}
-
-#[test]
 fn a_file_that_is_not_regular_never_blocks() {
     let (_guard, cache) = cache();
     create_folder(&cache.own_folder()).unwrap();
     let (path, own) = (cache.path(&id()).unwrap(), cache.own_folder());
-    let blocked = AttachmentId::new("n", "c3", "eth0");
-    let slots = [own.join("slot-0"), cache.slot_path(&blocked)];
+    let slots = [own.join("slot-0"), own.join("slot-1")];
     fs::create_dir(&slots[1]).unwrap();
     assert!(std::process::Command::new("mkfifo").args([&path, &slots[0]]).status().unwrap().success());
     let (sender, receiver) = std::sync::mpsc::channel();
@@ -204,8 +190,7 @@ fn a_file_that_is_not_regular_never_blocks() {
         let listing = cache.list("n").unwrap();
         cache.clean().unwrap();
         cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
-        drop(cache.begin_add(&id()).unwrap());
-        cache.begin_add(&blocked).unwrap_err();
+        cache.prepare_for_add(&id()).unwrap();
         cache.purge(&id()).unwrap();
         sender.send((found, listing, cache.list("n").unwrap())).unwrap();
     });

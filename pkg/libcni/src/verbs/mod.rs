@@ -7,7 +7,7 @@
 
 use serde_json::value::RawValue;
 
-use super::cache::{Entry, Listing, Slot, convert_result};
+use super::cache::{Entry, Listing, convert_result};
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
 use super::plugin::name_plugin;
@@ -35,9 +35,9 @@ impl Runtime<'_> {
     /// Before any plugin runs:
     /// - Code 1 if the version is not supported.
     /// - Code 4 or 7 if an identifier is invalid or a plugin does not exist.
-    /// - Code 5 if the cache cannot be read or written.
-    /// - [`Code::CONFLICT`] if another ADD of the attachment is running, or the cache already has
-    ///   the attachment, or another one with the same file name.
+    /// - Code 5 if the cache cannot be read.
+    /// - [`Code::CONFLICT`] if the cache already has the attachment, or another one with the same
+    ///   file name.
     ///
     /// Later, the error of the plugin that failed, or code 5 if the cache cannot be written. Then
     /// all plugins, even those whose ADD did not run, get a DEL in reverse order. The details
@@ -49,12 +49,11 @@ impl Runtime<'_> {
         for plugin in list.plugins() {
             find_plugin(plugin.kind(), &self.plugin_folders).map_err(|error| name_plugin(plugin, "add", error))?;
         }
-        // Until the end of the DELs after a failure: they would remove what another ADD has made.
-        let mut slot = self.cache.begin_add(&attachment.id(list.name()))?;
+        self.cache.prepare_for_add(&attachment.id(list.name()))?;
 
         let mut result = None;
         let outcome = self.run_adds(list, attachment, version, &mut result);
-        let stored = outcome.and_then(|()| store(&mut slot, list, attachment, result.clone()));
+        let stored = outcome.and_then(|()| self.store(list, attachment, result.clone()));
         let Err(add_error) = stored else {
             // Every list has a plugin, so there is a result.
             return result.ok_or_else(|| Error::config("no plugin configs found"));
@@ -80,6 +79,22 @@ impl Runtime<'_> {
             *result = Some(read_result(&stdout, version).map_err(failed)?);
         }
         Ok(())
+    }
+
+    /// Stores the attachment and its result in the cache.
+    ///
+    /// # Errors
+    /// Code 5 if the cache cannot be written.
+    fn store(&self, list: &NetworkList, attachment: &Attachment, result: Option<Box<RawValue>>) -> Result<()> {
+        let entry = Entry {
+            network: list.name().to_owned(),
+            attachment: attachment.clone(),
+            config: list.raw().to_vec(),
+            result,
+        };
+        self.cache
+            .write(&entry)
+            .map_err(|error| error.context(format_args!("failed to set network {:?} cached result", list.name())))
     }
 
     /// CHECK: checks that the attachment is as its ADD left it. Does nothing if the configuration
@@ -286,17 +301,6 @@ impl Runtime<'_> {
         let added = AddedKeys { prev_result, capability_args: Some(&attachment.capability_args), valid: None };
         self.run(plugin.kind(), verb, attachment, &list.request(plugin, added)?)
     }
-}
-
-/// Stores the attachment and its result in the cache.
-///
-/// # Errors
-/// Code 5 if the cache cannot be written.
-fn store(slot: &mut Slot, list: &NetworkList, attachment: &Attachment, result: Option<Box<RawValue>>) -> Result<()> {
-    let entry =
-        Entry { network: list.name().to_owned(), attachment: attachment.clone(), config: list.raw().to_vec(), result };
-    slot.write(&entry)
-        .map_err(|error| error.context(format_args!("failed to set network {:?} cached result", list.name())))
 }
 
 /// Adds the errors of the DELs after a failed ADD to the details of the ADD's error: for each
