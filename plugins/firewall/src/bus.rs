@@ -34,7 +34,7 @@ pub(crate) const QUERY_SOURCE: &str = "querySource";
 /// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    /// There is no system bus.
+    /// The system bus does not run.
     #[error("{0}")]
     NoBus(String),
     /// firewalld, or the bus if firewalld does not run, refused the call with this text.

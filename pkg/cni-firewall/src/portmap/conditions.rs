@@ -21,7 +21,7 @@ use crate::Backend;
 use cni_linux::route::Family;
 
 /// Returns the backend that has the syntax of these conditions: iptables if the first string begins
-/// as an option of its program does. `None` if there are no conditions.
+/// as an option of its program does. `None` without conditions.
 pub fn syntax_of(conditions: &[String]) -> Option<Backend> {
     let first = conditions.first()?;
     Some(if first.starts_with(['-', '!']) { Backend::Iptables } else { Backend::Nftables })

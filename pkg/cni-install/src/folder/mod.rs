@@ -38,7 +38,7 @@
 //! original set. `forget` deletes both sets. All other files that `state` does not need are
 //! removed.
 //!
-//! The lock is an flock of the plugin folder itself, so there is no lock file. Commands that change
+//! The lock is an flock of the plugin folder itself, so it needs no lock file. Commands that change
 //! nothing share it.
 
 use std::fs::{self, DirBuilder, File, TryLockError};

@@ -159,8 +159,8 @@ pub fn check_forwarding(link: &Link, family: Family) -> Result<()> {
 /// `link`, or `None` if the host forwards them.
 ///
 /// # Errors
-/// A sysctl cannot be read, for example because the kernel has no IPv6, or the link no IPv4: its
-/// MTU is too small for that.
+/// A sysctl cannot be read, for example because the kernel has no IPv6, or because the link's MTU
+/// is too small for IPv4.
 pub fn disabled_forwarding(link: &Link, family: Family) -> Result<Option<String>> {
     // In IPv6 the kernel decides by the value of all links, in IPv4 by that of the link:
     // `ip_forward` only writes the latter for all, and systemd-networkd can set single links while
@@ -325,7 +325,7 @@ impl<'a, C> Check<'a, C> {
         }
         for expected in &expected_routes {
             let is_expected = |route: &cni_linux::Route| {
-                // As if no later plugin had moved it.
+                // The route is compared as if no later plugin had moved it.
                 let mut compared = *route;
                 if expected.table_id() == MAIN_TABLE && route.table_id() != MAIN_TABLE {
                     compared.table = expected.table;
