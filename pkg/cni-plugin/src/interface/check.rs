@@ -149,6 +149,12 @@ pub fn failed(msg: impl Into<String>) -> Error {
 /// # Errors
 /// Code 101 if the host does not.
 pub fn check_forwarding(link: &Link, family: Family) -> Result<()> {
+    if family == Family::V4 && link.ipv4.is_none() {
+        return Err(failed(format!(
+            "{} has no IPv4, because its MTU is too small: the host does not forward",
+            link.name
+        )));
+    }
     match disabled_forwarding(link, family)? {
         None => Ok(()),
         Some(sysctl) => Err(failed(format!("sysctl {sysctl} is off: the host does not forward"))),
@@ -443,6 +449,8 @@ mod tests {
             assert_eq!(link.ipv4, None);
             let error = disabled_forwarding(&link, Family::V4).unwrap_err().to_string();
             assert!(error.contains("failed to read") && error.contains("conf/lo/forwarding"), "{error}");
+            let error = check_forwarding(&link, Family::V4).unwrap_err();
+            assert_eq!(error.code(), Code::CHECK_FAILED, "{error}");
         });
     }
 }
