@@ -66,14 +66,21 @@ impl Etcd<'_> {
             // The first key after all that begin with the prefix: `0` follows `/`.
             body["range_end"] = STANDARD.encode(format!("{parent}0")).into();
         }
-        let mut all = Vec::new();
+        let (mut all, mut start) = (Vec::new(), key.to_owned());
         loop {
             let answer = self.call("range", &body)?;
             let has_more = answer["more"] == true;
             all.extend(records(answer));
             match all.last() {
                 // The next request begins with the first key after the last one.
-                Some(last) if has_more => body["key"] = STANDARD.encode(text(last, "key") + "\0").into(),
+                Some(last) if has_more => {
+                    let next = text(last, "key") + "\0";
+                    if next <= start {
+                        return Err(unclear(format!("etcd's list of {key} does not go on after {start:?}")));
+                    }
+                    body["key"] = STANDARD.encode(&next).into();
+                    start = next;
+                }
                 _ => return Ok(all),
             }
         }
