@@ -292,7 +292,7 @@ impl<'a> Chains<'a> {
 
     /// Returns the chains whose names begin with `prefix` and that have a rule with this address.
     /// The result can contain some other chains too, because only text or bytes are compared. If
-    /// [`find_jumps`](Chains::find_jumps) has used the index of the chain `jumps`, returns only the
+    /// `find_jumps` has used the index of the chain `jumps`, returns only the
     /// chains that this chain jumps to.
     ///
     /// # Errors
