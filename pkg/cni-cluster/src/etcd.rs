@@ -15,12 +15,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::conf::read_text;
-use crate::http::{Client, decode, unclear};
+use crate::http::{Client, array, decode, unclear};
 use crate::pool::{self, Block};
 use crate::store::{Change, Claim, NodeState, Outcome, Pool, Store, Version};
-
-/// The largest number of records in one answer.
-const MAX_RECORDS: usize = 500;
 
 /// A client of the members of one etcd.
 pub(crate) struct Etcd<'m> {
@@ -30,10 +27,13 @@ pub(crate) struct Etcd<'m> {
 }
 
 impl Etcd<'_> {
+    /// Sends one request. Returns the answer, which has a revision.
     fn call(&mut self, path: &str, body: &Value) -> Result<Value> {
         let response = self.client.send("POST", &format!("/v3/kv/{path}"), "application/json", &body.to_string())?;
         match response.status {
-            200 => Ok(response.json),
+            200 if response.json["header"]["revision"].is_string() => Ok(response.json),
+            // etcd does not answer so.
+            200 => Err(response.error(Code::TRY_AGAIN)),
             // With its authentication, the gateway refuses certificates that have a CommonName.
             400 | 401 | 403 => {
                 let details = "etcd's own authentication (etcdctl auth enable) is not supported";
@@ -47,43 +47,24 @@ impl Etcd<'_> {
     fn transact(&mut self, key: &str, conditions: &[Value], change: Value) -> Result<Outcome> {
         let read = json!([{"request_range": {"key": STANDARD.encode(key)}}]);
         let answer = self.call("txn", &json!({"compare": conditions, "success": [change], "failure": read}))?;
-        let revision = answer["header"]["revision"].as_str();
-        let revision = revision.ok_or_else(|| unclear(format!("etcd's answer about {key} has no revision")))?;
         // The gateway omits `false` and empty lists.
         let kvs = &answer["responses"][0]["response_range"]["kvs"];
         Ok(match answer["succeeded"] == true {
-            true => Outcome::Written(Version(revision.to_owned())),
+            true => Outcome::Written(Version(answer["header"]["revision"].as_str().unwrap_or_default().to_owned())),
             false if kvs.is_array() => Outcome::Conflict,
             false => Outcome::Absent,
         })
     }
 
-    /// Reads one key, or all keys that begin with `key` if it ends with `/`, in several requests if
-    /// they are many. Only a list for the choice of a candidate may be a moment old.
+    /// Reads one key, or all keys that begin with `key` if it ends with `/`. Only a list for the
+    /// choice of a candidate may be a moment old.
     fn range(&mut self, key: &str, is_serializable: bool) -> Result<Vec<Value>> {
-        let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable, "limit": MAX_RECORDS});
+        let mut body = json!({"key": STANDARD.encode(key), "serializable": is_serializable});
         if let Some(parent) = key.strip_suffix('/') {
             // The first key after all that begin with the prefix: `0` follows `/`.
             body["range_end"] = STANDARD.encode(format!("{parent}0")).into();
         }
-        let (mut all, mut start) = (Vec::new(), key.to_owned());
-        loop {
-            let answer = self.call("range", &body)?;
-            let has_more = answer["more"] == true;
-            all.extend(records(answer));
-            match all.last() {
-                // The next request begins with the first key after the last one.
-                Some(last) if has_more => {
-                    let next = text(last, "key") + "\0";
-                    if next <= start {
-                        return Err(unclear(format!("etcd's list of {key} does not go on after {start:?}")));
-                    }
-                    body["key"] = STANDARD.encode(&next).into();
-                    start = next;
-                }
-                _ => return Ok(all),
-            }
-        }
+        self.call("range", &body).map(records)
     }
 
     fn pool_key(&self, pool: &str) -> String {
@@ -177,8 +158,8 @@ fn put(key: &str, value: &impl Serialize) -> Value {
 }
 
 /// Returns the records of an answer to a range request. The gateway omits an empty list.
-pub(crate) fn records(mut answer: Value) -> Vec<Value> {
-    serde_json::from_value(answer["kvs"].take()).unwrap_or_default()
+pub(crate) fn records(answer: Value) -> Vec<Value> {
+    array(answer, "kvs").unwrap_or_default()
 }
 
 /// Returns the text that a record has in base64.

@@ -14,9 +14,9 @@ pub fn read_answer(mut input: impl BufRead) -> Option<(u16, Option<u64>, Vec<u8>
 
 /// Decodes the body of an answer in all ways. Returns the claims in it.
 pub fn claims(body: &[u8]) -> Vec<Claim> {
-    let Ok(mut json) = serde_json::from_slice::<serde_json::Value>(body) else { return Vec::new() };
+    let Ok(json) = serde_json::from_slice::<serde_json::Value>(body) else { return Vec::new() };
     drop(kubernetes::taken(&json));
-    let items: Vec<_> = serde_json::from_value(json["items"].take()).unwrap_or_default();
+    let items = http::array(json.clone(), "items").unwrap_or_default();
     let in_kubernetes = items.iter().map(kubernetes::versioned).collect::<Vec<_>>();
     let in_etcd = etcd::records(json).iter().map(etcd::versioned).collect::<Vec<_>>();
     in_kubernetes.into_iter().chain(in_etcd).flatten().map(|(claim, _)| claim).collect()

@@ -210,6 +210,12 @@ pub(crate) fn decode<T: DeserializeOwned>(record: &Value) -> Result<T> {
     T::deserialize(record).map_err(|error| unclear(format!("invalid record {record}: {error}")))
 }
 
+/// Returns the elements of the array that an answer has under this key. An answer can be any JSON:
+/// `answer[key].take()` panics if it is not an object.
+pub(crate) fn array(mut answer: Value, key: &str) -> Option<Vec<Value>> {
+    if let Value::Array(elements) = answer.get_mut(key)?.take() { Some(elements) } else { None }
+}
+
 /// Returns the failure of a connection. Neither the rejection of a certificate nor of the version
 /// passes.
 fn failure(mut doing: String, credentials: &Credentials, error: io::Error) -> Error {

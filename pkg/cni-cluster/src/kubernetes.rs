@@ -10,7 +10,7 @@ use cni_linux::flock::Limit;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::http::{Client, decode, unclear};
+use crate::http::{Client, array, decode, unclear};
 use crate::pool::{self, Block};
 use crate::store::{Change, Claim, NodeState, Outcome, Pool, Store, Version};
 
@@ -53,9 +53,8 @@ impl Kubernetes<'_> {
 
     /// Reads the objects of a list.
     fn list(&mut self, path: &str) -> Result<Vec<Value>> {
-        let (_, mut list) = self.call("GET", path, &Value::Null)?;
-        serde_json::from_value(list["items"].take())
-            .map_err(|_| unclear(format!("the answer to GET {path} is not a list")))
+        let (_, list) = self.call("GET", path, &Value::Null)?;
+        array(list, "items").ok_or_else(|| unclear(format!("the answer to GET {path} is not a list")))
     }
 }
 

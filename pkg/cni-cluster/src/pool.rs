@@ -29,6 +29,11 @@ impl Block {
         Block { pool: pool.to_owned(), first: address(member, first), last: address(member, first | above_first) }
     }
 
+    /// Whether the addresses are of one family, and the first one is not after the last one.
+    pub(crate) fn is_valid(&self) -> bool {
+        self.first.is_ipv4() == self.last.is_ipv4() && self.first <= self.last
+    }
+
     /// Whether the address is in the block.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.first <= address && address <= self.last

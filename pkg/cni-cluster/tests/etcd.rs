@@ -7,7 +7,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use cni_cluster::pool::Block;
-use cni_cluster::store::{Change, Claim, NodeState, Outcome};
+use cni_cluster::store::{Change, NodeState, Outcome};
 use cni_testkit::cluster::{Authority, Etcd};
 use cni_testkit::{Node, patience, probe, require};
 use common::{address, claim, create, create_pool, keeps_the_contract, limit, open, open_for, refused, unknown};
@@ -50,26 +50,6 @@ fn a_claim_needs_its_pool() {
         // Two pools of which one's name begins with the other's.
         create_pool(&mut *store, "10.61.0.0-1", "0.0.0.0/1");
         assert_eq!(store.taken("10.61.0.0-1").unwrap(), []);
-    });
-}
-
-#[test]
-fn more_claims_than_one_answer_may_have_are_read() {
-    require!(probe::etcd());
-    let node = Node::new();
-    let etcd = Etcd::start(&node, 1);
-    node.enter(|| {
-        let mut store = open_for(&etcd.node_file("node1"), 600_000);
-        create_pool(&mut *store, POOL, "10.61.0.0/16");
-        let firsts: Vec<String> = (0..700).map(|n| format!("10.61.{}.{}", n / 250, n % 250)).collect();
-        for first in &firsts {
-            // All together are larger than an answer may be, 16 MiB.
-            create(&mut *store, &Claim { network: "n".repeat(20_000), ..claim(POOL, first, "node1") });
-        }
-        let mut listed: Vec<_> = store.claims_of("node1").unwrap().into_iter().map(|(claim, _)| claim.first).collect();
-        listed.sort();
-        assert_eq!(listed, firsts.iter().map(|first| address(first)).collect::<Vec<_>>());
-        assert_eq!(store.taken(POOL).unwrap().len(), firsts.len());
     });
 }
 

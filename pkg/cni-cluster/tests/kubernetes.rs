@@ -368,7 +368,11 @@ fn a_signal_ends_every_wait() {
 
 #[test]
 fn hostile_answers_are_unknown() {
-    let (server, _, mut store) = node1();
+    let (server, file, mut store) = node1();
+    let mut keys = file["kubernetes"].clone();
+    keys["endpoints"] = json!([keys["server"]]);
+    keys.as_object_mut().unwrap().remove("server");
+    let mut etcd = open(&json!({"etcd": keys}));
     let huge = format!("HTTP/1.1 200 OK\r\nX: {}\r\n\r\n", "x".repeat(100_000));
     for answer in [
         "",
@@ -386,6 +390,8 @@ fn hostile_answers_are_unknown() {
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n",
         "HTTP/1.1 200 OK\r\n\r\n{}",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n\"x\"",
         "HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{\"items\": []}",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nd\r\n{\"items\": []}\r\n",
         &huge,
@@ -398,6 +404,8 @@ fn hostile_answers_are_unknown() {
         unknown(store.change(&claim(POOL, "10.61.0.64", "node1"), &Change::Create));
         store.set_limit(limit(150));
         unknown(store.taken(POOL));
+        etcd.set_limit(limit(150));
+        unknown(etcd.claims_of("node1"));
     }
 }
 

@@ -74,7 +74,7 @@ impl Cluster<'_> {
                 {
                     return Ok(None);
                 }
-                marks.extend(claim.absent_since);
+                marks.extend(claim.absent_since.filter(|_| rule == Reclaim::AfterOneHour));
             }
         }
         Ok(Some(exhausted_text(&pools, &holders, &marks)))

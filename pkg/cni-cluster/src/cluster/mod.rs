@@ -289,13 +289,18 @@ impl<'a> Cluster<'a> {
         let own = self.own_claims(&node)?;
         own.iter().for_each(|(block, _)| self.ledger.begin_claim(block));
         self.read_pools()?;
-        let reserved = (self.network.lock_reservations)()?.addresses;
+        let InUse { addresses: reserved, lock } = (self.network.lock_reservations)()?;
         let version = |block: &Block| own.iter().find(|(other, _)| other == block).map(|(_, version)| version.clone());
         for Entry { block, .. } in self.ledger.entries().to_vec() {
             if !self.ledger.fits(&block) {
                 self.ledger.replace(&block, version(&block), &reserved);
             }
         }
+        if self.ledger.is_changed {
+            // Until then another ADD may reserve an address in a block that is to be released.
+            self.save()?;
+        }
+        drop(lock);
         for address in &reserved {
             let has_entry = self.ledger.entries().iter().any(|entry| entry.block.contains(*address));
             if let Some(block) = self.block_of(*address).filter(|_| !has_entry) {
@@ -319,7 +324,9 @@ impl<'a> Cluster<'a> {
         let mut own = Vec::new();
         for (claim, version) in self.store()?.claims_of(node)? {
             let block = claim.block();
-            if let Seen::Own(version) = self.recognise(claim, version)? {
+            if let Seen::Own(version) = self.recognise(claim, version)?
+                && block.is_valid()
+            {
                 own.push((block, version));
             }
         }
@@ -329,7 +336,7 @@ impl<'a> Cluster<'a> {
     /// Records the block sizes of the pools, and creates those of the network that do not exist.
     fn read_pools(&mut self) -> Result<()> {
         let wanted = self.network.pools();
-        loop {
+        for _ in 0..2 {
             let pools = self.store()?.pools()?;
             let mut is_complete = true;
             for (name, subnet) in &wanted {
@@ -356,6 +363,7 @@ impl<'a> Cluster<'a> {
                 return Ok(());
             }
         }
+        Err(Error::new(Code::TRY_AGAIN, "the store does not list a pool that it has created"))
     }
 
     /// Returns the name and the block size of the pool of a range, which the ledger has.

@@ -153,8 +153,7 @@ impl Ledger {
     pub fn parse(bytes: &[u8]) -> Option<Ledger> {
         let ledger: Ledger = serde_json::from_slice(bytes).ok()?;
         let mut blocks = BTreeSet::new();
-        let is_range = |block: &Block| block.first.is_ipv4() == block.last.is_ipv4() && block.first <= block.last;
-        let is_valid = ledger.entries.iter().all(|entry| is_range(&entry.block) && blocks.insert(&entry.block));
+        let is_valid = ledger.entries.iter().all(|entry| entry.block.is_valid() && blocks.insert(&entry.block));
         (ledger.format == FORMAT && is_valid).then_some(ledger)
     }
 

@@ -107,6 +107,20 @@ fn a_deleted_ledger_is_rebuilt_from_the_claims() {
 }
 
 #[test]
+fn a_damaged_own_claim_does_not_damage_the_ledger() {
+    let memory = memory();
+    let node = TestNode::new(&memory, "node1", &["10.61.0.0/28"]);
+    node.add().unwrap();
+    let (mut claim, version) = memory.borrow().claims.values().next().unwrap().clone();
+    (claim.pool, claim.last) = ("gone".to_owned(), "fd00::1".parse().unwrap());
+    memory.borrow_mut().claims.insert((claim.pool.clone(), claim.first), (claim, version));
+    std::fs::remove_dir_all(node.sidecar()).unwrap();
+    node.add().unwrap();
+    assert!(node.ledger().entries().iter().all(|entry| matches!(entry.state, State::Held(_))));
+    assert!(!node.ledger().entries().is_empty());
+}
+
+#[test]
 fn an_unwritable_ledger_fails_before_any_request() {
     let memory = memory();
     let node = TestNode::new(&memory, "node1", &["10.61.0.0/24"]);
