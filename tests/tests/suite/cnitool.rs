@@ -212,6 +212,19 @@ fn an_add_to_an_interface_that_exists_calls_no_plugin() {
     succeeded(&operator.call(&["del", "net1", operator.netns(), "--ifname", "eth1"]).run());
 }
 
+/// loopback ignores CNI_IFNAME, which cnitool sets to eth0.
+#[test]
+fn loopback_is_added_beside_another_interface() {
+    require!(probe::plugin("cnitool"));
+    require!(probe::plugin("loopback"));
+    let operator = Operator::new();
+    operator.configuration("10-net1.conf", &json!({"cniVersion": "1.0.0", "name": "net1", "type": "loopback"}));
+    operator.container.ip(&["link add eth0 type veth peer name other0"]);
+    let result = succeeded(&operator.run("add"));
+    assert!(result.contains("127.0.0.1/8"), "{result}");
+    succeeded(&operator.run("del"));
+}
+
 #[test]
 fn a_del_that_fails_stops_and_can_be_repeated() {
     require!(probe::plugin("cnitool"));

@@ -88,7 +88,10 @@ impl VerbRun<'_> {
         let list = self.configuration()?;
         let mut attachment = self.attachment()?;
         self.refuse_absent_netns(&attachment)?;
-        self.refuse_taken_ifname(&attachment)?;
+        // loopback creates no interface and ignores CNI_IFNAME.
+        if list.plugins().first().is_none_or(|plugin| plugin.kind() != "loopback") {
+            self.refuse_taken_ifname(&attachment)?;
+        }
         // An ADD takes no values from the cache entry of an earlier ADD.
         self.fill_in(&mut attachment, None)?;
         let result = self.runtime.add(&list, &attachment)?;
@@ -246,8 +249,8 @@ impl VerbRun<'_> {
         let Attachment { netns, ifname, .. } = attachment;
         let is_cached = matches!(self.runtime.cache.find(&attachment.id(&self.command.network)), Ok(Some(_)));
         let find = || Netns::open(Path::new(netns))?.run(Netlink::open)??.find_link(ifname);
-        // loopback sets an interface up that every namespace has. An error is left to the plugins.
-        if is_cached || ifname == "lo" || matches!(find(), Ok(None) | Err(_)) {
+        // An error is left to the plugins.
+        if is_cached || matches!(find(), Ok(None) | Err(_)) {
             return Ok(());
         }
         Err(Error::new(Code::CONFLICT, format!("{netns} already has an interface {ifname}"))
