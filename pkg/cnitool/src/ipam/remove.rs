@@ -88,9 +88,12 @@ impl IpamContext<'_> {
         }
         if !args.dry_run {
             let chosen: Vec<Reservation> = removed.iter().map(|(reservation, _)| reservation.clone()).collect();
-            // A reservation that another program has changed despite the lock stays.
             let released = locked.release_chosen(&chosen)?;
-            removed.retain(|(reservation, _)| released.contains(&reservation.address));
+            let (gone, changed): (Vec<Decision>, Vec<Decision>) =
+                removed.into_iter().partition(|(reservation, _)| released.contains(&reservation.address));
+            removed = gone;
+            let reason = "another program has changed it despite the lock";
+            kept.extend(changed.into_iter().map(|(reservation, _)| (reservation, reason.to_owned())));
         }
         if format == Format::Json {
             write(&removed, &kept)?;
