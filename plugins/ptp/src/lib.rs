@@ -150,7 +150,7 @@ impl Interface for Ptp {
 }
 
 /// Adds `route`, the host's route to one of the container's addresses. If the host already has
-/// routes to that address, removes those over a pair whose container is gone, and adds `route`
+/// routes to that address, removes those over a veth that leads into no container, and adds `route`
 /// behind those that lead elsewhere: a living container keeps its packets. Routes that lead
 /// nowhere, such as a blackhole, stay behind it in IPv4.
 fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()> {
@@ -166,7 +166,7 @@ fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()>
         let link = if other.oif == 0 { None } else { host.find_link_by_index(other.oif)? };
         let name = link.as_ref().map_or("another interface", |link| &link.name);
         let has_no_container = |link: &Link| {
-            // A pair with both ends on the host has none either.
+            // Neither does a pair with both ends on the host lead into a container.
             link.is_veth() && (link.peer_netnsid.is_none() || host.peer_is_gone(link).unwrap_or(false))
         };
         let dst = route.dst;
