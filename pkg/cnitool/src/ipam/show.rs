@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::age_in_seconds;
 use crate::call::Streams;
-use crate::node::attachments::Attachments;
+use crate::node::attachments::{Attachments, OVER};
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, sockets, used_percent};
 use crate::report::{Colour, Report};
 
@@ -115,7 +115,7 @@ impl IpamContext<'_> {
             })
         };
         let colour = |row: &Value| match row["state"].as_str() {
-            Some("over") => Some(Colour::Red),
+            Some(OVER) => Some(Colour::Red),
             Some("unknown") => Some(Colour::Yellow),
             _ => None,
         };

@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::VerbRun;
-use super::sweep::{Evidence, Network};
+use super::sweep::{AllTraces, Evidence};
 use crate::call::{Format, Streams};
 use crate::node::attachments::{CachedAttachment, read_caches};
 use crate::report::{Report, counted};
@@ -135,15 +135,15 @@ impl VerbRun<'_> {
         let cached = read_caches(self.context, Some(list.name()))?;
         let read = |entry| CachedAttachment::new(entry, self.context.call.machine);
         let attachments: Vec<CachedAttachment> = cached.entries.into_iter().map(read).collect();
-        let mut network = Network { lists: vec![list.clone()], ..Network::default() };
+        let mut traces = AllTraces::new();
         for one in &attachments {
-            network.traces_of(&one.id).cached.push(one);
+            traces.entry(one.id.clone()).or_default().cached.push(one);
         }
         for (container, ifname) in &self.command.gc.keep {
-            network.traces_of(&AttachmentId::new(list.name(), container, ifname));
+            traces.entry(AttachmentId::new(list.name(), container, ifname)).or_default();
         }
         let evidence = Evidence { list: None, young_since: SystemTime::UNIX_EPOCH, unreadable: cached.problems };
-        let plan = self.plan_network(list.name(), &network, &evidence);
+        let plan = self.plan_network(list.name(), std::slice::from_ref(list), &traces, &evidence);
         Ok(Plan { plugins_gc_skipped: None, unreadable: evidence.unreadable, ..plan })
     }
 }

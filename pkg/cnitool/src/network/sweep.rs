@@ -20,7 +20,7 @@ use super::VerbRun;
 use super::gc::{Decision, Plan};
 use super::valid_list::ValidList;
 use crate::call::{Streams, uptime};
-use crate::node::attachments::{CachedAttachment, Liveness};
+use crate::node::attachments::{CachedAttachment, Liveness, OVER};
 use crate::node::ipam::NetworkPool;
 use crate::node::objects::{Object, RESERVATION};
 use crate::node::snapshot::Snapshot;
@@ -42,14 +42,8 @@ pub(super) struct Traces<'a> {
     link: Option<(SystemTime, &'a str)>,
 }
 
-/// The attachments of one network, and its configurations: that of the folder, and each other one
-/// with which an attachment in a result cache was added.
-#[derive(Default)]
-pub(super) struct Network<'a> {
-    pub(super) lists: Vec<NetworkList>,
-    /// By container ID and interface.
-    pub(super) attachments: BTreeMap<(String, String), Traces<'a>>,
-}
+/// What exists of each attachment.
+pub(super) type AllTraces<'a> = BTreeMap<AttachmentId, Traces<'a>>;
 
 /// The evidence that decides about attachments.
 pub(super) struct Evidence {
@@ -59,13 +53,6 @@ pub(super) struct Evidence {
     pub(super) young_since: SystemTime,
     /// The lines about unreadable cache files.
     pub(super) unreadable: Vec<String>,
-}
-
-impl<'a> Network<'a> {
-    /// Returns what exists of an attachment, at first nothing.
-    pub(super) fn traces_of(&mut self, id: &AttachmentId) -> &mut Traces<'a> {
-        self.attachments.entry((id.container_id.clone(), id.ifname.clone())).or_default()
-    }
 }
 
 impl Traces<'_> {
@@ -109,21 +96,22 @@ impl VerbRun<'_> {
         let unreadable = snapshot.attachments.unreadable.clone();
         let evidence = Evidence { list, young_since, unreadable };
         let networks = self.find_networks(&snapshot)?;
-        let plans: Vec<Plan> =
-            networks.iter().map(|(name, network)| self.plan_network(name, network, &evidence)).collect();
+        let traces = self.find_traces(&snapshot, &networks);
+        let plan = |(name, lists): (&String, &Vec<NetworkList>)| self.plan_network(name, lists, &traces, &evidence);
+        let plans: Vec<Plan> = networks.iter().map(plan).collect();
         self.print_around(&plans, streams, || {
             let mut errors = Vec::new();
-            for (plan, network) in plans.iter().zip(networks.values()).filter(|(plan, _)| plan.changed) {
+            for (plan, lists) in plans.iter().zip(networks.values()).filter(|(plan, _)| plan.changed) {
                 for Decision { container_id, ifname, .. } in &plan.removed {
                     if self.context.call.machine.terminated() {
                         errors.push(Error::new(Code::IO, "interrupted by a signal; the next gc removes the rest"));
                         return Error::join(errors);
                     }
                     let id = AttachmentId::new(&plan.network, container_id, ifname);
-                    errors.extend(self.remove(&id, &network.lists, &evidence));
+                    errors.extend(self.remove(&id, lists, &evidence));
                 }
                 if plan.plugins_gc_skipped.is_none() {
-                    errors.extend(network.lists.iter().filter_map(|l| self.runtime.gc_plugins(l, &plan.valid()).err()));
+                    errors.extend(lists.iter().filter_map(|list| self.runtime.gc_plugins(list, &plan.valid()).err()));
                 }
             }
             Error::join(errors)
@@ -131,17 +119,18 @@ impl VerbRun<'_> {
     }
 
     /// Returns the network in the arguments, or all networks that are configured or in a result
-    /// cache, by name, with their attachments.
+    /// cache, by name. Each has its configurations: that of the folder, and each other one with
+    /// which an attachment in a result cache was added.
     ///
     /// # Errors
     /// Code 7 if the network in the arguments does not exist.
-    fn find_networks<'a>(&self, snapshot: &'a Snapshot) -> Result<BTreeMap<String, Network<'a>>, Error> {
-        let mut networks: BTreeMap<String, Network<'a>> = BTreeMap::new();
+    fn find_networks(&self, snapshot: &Snapshot) -> Result<BTreeMap<String, Vec<NetworkList>>, Error> {
+        let mut networks: BTreeMap<String, Vec<NetworkList>> = BTreeMap::new();
         let recorded = snapshot.attachments.cached.iter().filter_map(|cached| cached.entry.list().ok());
         for list in snapshot.networks.iter().cloned().chain(recorded) {
-            let network = networks.entry(list.name().to_owned()).or_default();
-            if !network.lists.iter().any(|known| known.raw() == list.raw()) {
-                network.lists.push(list);
+            let lists = networks.entry(list.name().to_owned()).or_default();
+            if !lists.iter().any(|known| known.raw() == list.raw()) {
+                lists.push(list);
             }
         }
         if !self.command.network.is_empty() {
@@ -153,21 +142,23 @@ impl VerbRun<'_> {
                 return Err(Error::config(msg));
             }
         }
-        let mut add = |id: &AttachmentId, change: &mut dyn FnMut(&mut Traces<'a>)| {
-            if let Some(network) = networks.get_mut(&id.network) {
-                change(network.traces_of(id));
-            }
-        };
+        Ok(networks)
+    }
+
+    /// Returns what exists of the attachments to these networks.
+    fn find_traces<'a>(&self, snapshot: &'a Snapshot, networks: &BTreeMap<String, Vec<NetworkList>>) -> AllTraces<'a> {
+        let mut all = AllTraces::new();
+        let is_examined = |id: &AttachmentId| networks.contains_key(&id.network);
         let caches = self.context.caches();
-        for cached in &snapshot.attachments.cached {
+        for cached in snapshot.attachments.cached.iter().filter(|cached| is_examined(&cached.id)) {
             let written = caches.iter().filter_map(|cache| cache.written_at(&cached.id)).max();
-            add(&cached.id, &mut |traces| {
-                traces.cached.push(cached);
-                traces.since = traces.since.max(written);
-            });
+            let traces = all.entry(cached.id.clone()).or_default();
+            traces.cached.push(cached);
+            traces.since = traces.since.max(written);
         }
-        for (id, link) in &snapshot.attachments.aliased_links {
-            add(id, &mut |traces| traces.link = traces.link.max(Some((existed_at(link), link.name.as_str()))));
+        for (id, link) in snapshot.attachments.aliased_links.iter().filter(|(id, _)| is_examined(id)) {
+            let traces = all.entry(id.clone()).or_default();
+            traces.link = traces.link.max(Some((existed_at(link), link.name.as_str())));
         }
         for Object { kind, owner, since, .. } in &snapshot.objects {
             // An object that does not name the interface may belong to any attachment of its
@@ -177,35 +168,41 @@ impl VerbRun<'_> {
             if (*kind != RESERVATION || !names_interface) && snapshot.attachments.has_owner(owner) {
                 continue;
             }
-            // The times of reservations are in whole seconds.
-            let since = since.and_then(|since| since.checked_add(Duration::from_secs(1)));
-            owner.attachment().iter().for_each(|id| {
-                add(id, &mut |traces| {
-                    if traces.cached.is_empty() {
-                        traces.since = traces.since.max(since);
-                    }
-                });
-            });
+            let Some(id) = owner.attachment().filter(is_examined) else { continue };
+            let traces = all.entry(id).or_default();
+            if traces.cached.is_empty() {
+                // The times of reservations are in whole seconds.
+                let since = since.and_then(|since| since.checked_add(Duration::from_secs(1)));
+                traces.since = traces.since.max(since);
+            }
         }
-        Ok(networks)
+        all
     }
 
     /// Decides about the attachments of one network.
-    pub(super) fn plan_network(&self, name: &str, network: &Network<'_>, evidence: &Evidence) -> Plan {
+    pub(super) fn plan_network(
+        &self,
+        name: &str,
+        lists: &[NetworkList],
+        traces: &AllTraces<'_>,
+        evidence: &Evidence,
+    ) -> Plan {
         let (mut kept, mut removed) = (Vec::new(), Vec::new());
-        for ((container, ifname), traces) in &network.attachments {
-            let id = AttachmentId::new(name, container, ifname);
-            let (mut is_kept, mut state, mut reason) = self.decide(&id, traces, evidence);
-            if !is_kept && let Some(folder) = traces.missing_folder() {
-                (is_kept, state) = (true, "unknown");
+        for (id, traces) in traces.iter().filter(|(id, _)| id.network == name) {
+            let (mut state, mut reason) = self.decide(id, traces, evidence);
+            if state == OVER
+                && let Some(folder) = traces.missing_folder()
+            {
+                state = "unknown";
                 let folder = folder.display();
                 reason += &format!(", but {folder} with its reservations does not exist: mount or create the folder");
             }
             let netns = traces.cached.first().map(|cached| cached.entry.attachment.netns.clone()).unwrap_or_default();
-            let decision = Decision { container_id: id.container_id, ifname: id.ifname, netns, state, reason };
-            if is_kept { &mut kept } else { &mut removed }.push(decision);
+            let (container_id, ifname) = (id.container_id.clone(), id.ifname.clone());
+            let decisions = if state == OVER { &mut removed } else { &mut kept };
+            decisions.push(Decision { container_id, ifname, netns, state, reason });
         }
-        let disables_gc = network.lists.iter().any(NetworkList::disable_gc);
+        let disables_gc = lists.iter().any(NetworkList::disable_gc);
         // The files of another network can have this prefix too.
         let prefix = format!("/{name}-");
         let unreadable: Vec<String> =
@@ -222,45 +219,43 @@ impl VerbRun<'_> {
         Plan { network: name.to_owned(), changed, plugins_gc_skipped, removed, kept, unreadable }
     }
 
-    /// Decides whether an attachment is kept, with the word and the text of the reason.
-    fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (bool, &'static str, String) {
+    /// Returns the state of an attachment, which is removed if that is [`OVER`], and the reason.
+    fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (&'static str, String) {
         let is_id = |(container, ifname): &(String, String)| *container == id.container_id && *ifname == id.ifname;
         if self.command.gc.keep.iter().any(is_id) {
             let absence = if traces.cached.is_empty() { "; not in the result cache" } else { "" };
-            return (true, "named", format!("named with --keep{absence}"));
+            return ("named", format!("named with --keep{absence}"));
         }
         if id.container_id.starts_with('#') {
-            return (true, "unknown", "only the hash of its container ID is known".to_owned());
+            return ("unknown", "only the hash of its container ID is known".to_owned());
         }
         let liveness = traces.cached.iter().map(|cached| cached.liveness());
         // `false` is less than `true`: the first one that is in use decides.
         let liveness = liveness.min_by_key(|liveness| !matches!(liveness, Liveness::InUse(_)));
         let what = match (&evidence.list, liveness) {
             (Some(list), _) if list.names(&id.container_id, &id.ifname) => {
-                return (true, "listed", "the list of valid attachments names it".to_owned());
+                return ("listed", "the list of valid attachments names it".to_owned());
             }
             (Some(_), _) => "the list of valid attachments does not name it",
-            (None, Some(liveness)) => {
-                return (!matches!(liveness, Liveness::ContainerGone(_)), liveness.word(), liveness.why().to_owned());
-            }
+            (None, Some(liveness)) => return (liveness.word(), liveness.why().to_owned()),
             (None, None) if traces.link.is_some() => {
                 let link = traces.link.map(|(_, name)| name).unwrap_or_default();
-                return (true, "in use", format!("link {link} on the host has the alias of this attachment"));
+                return ("in use", format!("link {link} on the host has the alias of this attachment"));
             }
             (None, None) if evidence.unreadable.iter().any(|line| line.contains(&id.container_id)) => {
-                return (true, "unknown", "its file in a result cache cannot be read".to_owned());
+                return ("unknown", "its file in a result cache cannot be read".to_owned());
             }
             (None, None) if !self.command.gc.unknown => {
-                return (true, "unknown", "no result cache has it; --unknown removes it".to_owned());
+                return ("unknown", "no result cache has it; --unknown removes it".to_owned());
             }
             (None, None) => "no result cache has it",
         };
         match traces.since {
-            Some(since) if evidence.is_young(since) => (true, "young", format!("{what}, but it is too young")),
-            Some(_) => (false, "over", what.to_owned()),
-            None if self.command.gc.unknown => (false, "over", what.to_owned()),
-            None if traces.link.is_some_and(|(time, _)| !evidence.is_young(time)) => (false, "over", what.to_owned()),
-            None => (true, "unknown", format!("{what}, but its age is not known; --unknown removes it")),
+            Some(since) if evidence.is_young(since) => ("young", format!("{what}, but it is too young")),
+            Some(_) => (OVER, what.to_owned()),
+            None if self.command.gc.unknown => (OVER, what.to_owned()),
+            None if traces.link.is_some_and(|(time, _)| !evidence.is_young(time)) => (OVER, what.to_owned()),
+            None => ("unknown", format!("{what}, but its age is not known; --unknown removes it")),
         }
     }
 

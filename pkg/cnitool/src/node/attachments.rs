@@ -29,12 +29,15 @@ pub(crate) enum Liveness {
     Unknown(String),
 }
 
+/// The word for [`Liveness::ContainerGone`].
+pub(crate) const OVER: &str = "over";
+
 impl Liveness {
     /// Returns the word for tables and JSON.
     pub(crate) fn word(&self) -> &'static str {
         match self {
             Liveness::InUse(_) => "in use",
-            Liveness::ContainerGone(_) => "over",
+            Liveness::ContainerGone(_) => OVER,
             Liveness::Unknown(_) => "unknown",
         }
     }
