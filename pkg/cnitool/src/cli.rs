@@ -3,8 +3,11 @@
 //! The help, the completions and the man pages are generated from the parser. So the doc comments
 //! of the arguments here, in each verb's module and in `call` are texts for operators.
 
+use std::path::PathBuf;
+
 use clap::builder::Resettable;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use clap_complete::Shell;
 use cni::skel;
 
 use crate::call::{Call, Context, Exit, Failure, Shared, Streams, failed};
@@ -215,10 +218,17 @@ enum Verb {
     ///   cnitool completions zsh > /usr/local/share/zsh/site-functions/_cnitool
     ///   cnitool completions fish > ~/.config/fish/completions/cnitool.fish
     #[command(verbatim_doc_comment)]
-    Completions(generate::Completions),
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
     /// Print the names that the completions add
     #[command(hide = true)]
-    Complete(generate::Complete),
+    Complete {
+        /// The words before the one that is completed, without the program's name
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
     /// Write the man pages into a folder
     ///
     /// Writes cnitool.1, and a page for each verb (cnitool-add.1).
@@ -227,7 +237,11 @@ enum Verb {
     /// Example:
     ///   cnitool man /usr/local/share/man/man1
     #[command(verbatim_doc_comment)]
-    Man(generate::ManArgs),
+    Man {
+        /// The folder, which is created if it does not exist
+        #[arg(value_hint = clap::ValueHint::DirPath)]
+        dir: PathBuf,
+    },
 }
 
 /// Returns the parser.
@@ -288,9 +302,9 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
         Verb::Metrics(args) => ("metrics", metrics::run(&args, &context, streams)),
         Verb::Inspect(args) => ("inspect", inspect::run(&args, &context, streams)),
         Verb::Rules(args) => ("rules restore", rules::run(&args, &context, streams)),
-        Verb::Completions(args) => ("completions", generate::completions(&args, with_layout(parser()), streams)),
-        Verb::Complete(args) => ("complete", generate::complete(&args, &context, streams)),
-        Verb::Man(args) => ("man", generate::man(&args, parser())),
+        Verb::Completions { shell } => ("completions", generate::completions(shell, with_layout(parser()), streams)),
+        Verb::Complete { words } => ("complete", generate::complete(&words, &context, streams)),
+        Verb::Man { dir } => ("man", generate::man(&dir, parser())),
     };
     outcome.map_err(|error| failed(subject, error, context.format()))
 }

@@ -1,9 +1,9 @@
 //! Generates completions and man pages from the parser.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use clap::{Args, Command};
+use clap::Command;
 use clap_complete::Shell;
 use cni::rollback::Notes;
 use cni::{Code, Error};
@@ -14,38 +14,15 @@ use crate::node::attachments::read_caches;
 use crate::node::ipam::IpamContext;
 use crate::report::write_raw;
 
-/// The arguments of `completions`.
-#[derive(Debug, Args)]
-pub(crate) struct Completions {
-    /// The shell
-    shell: Shell,
-}
-
-/// The arguments of `complete`.
-#[derive(Debug, Args)]
-pub(crate) struct Complete {
-    /// The words before the one that is completed, without the program's name
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-    words: Vec<String>,
-}
-
-/// The arguments of `man`.
-#[derive(Debug, Args)]
-pub(crate) struct ManArgs {
-    /// The folder, which is created if it does not exist
-    #[arg(value_hint = clap::ValueHint::DirPath)]
-    dir: PathBuf,
-}
-
 /// Prints the completions for a shell.
 ///
 /// # Errors
 /// Code 5 if stdout cannot be written.
-pub(crate) fn completions(args: &Completions, mut parser: Command, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+pub(crate) fn completions(shell: Shell, mut parser: Command, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut parser, "cnitool", &mut script);
+    clap_complete::generate(shell, &mut parser, "cnitool", &mut script);
     let script = String::from_utf8_lossy(&script);
-    let script = match args.shell {
+    let script = match shell {
         Shell::Bash => format!("{script}{BASH_NAMES}"),
         Shell::Fish => format!("{script}{FISH_NAMES}"),
         Shell::Zsh => script.replacen("\n_cnitool() {", &format!("{ZSH_NAMES}\n_cnitool_verbs() {{"), 1),
@@ -79,17 +56,18 @@ _cnitool() {
 }
 "#;
 
-/// Prints the names that the completions add after these words, one in each line: of networks,
-/// containers, addresses, namespaces or plugins. Prints no name that a shell could expand.
+/// Prints the names that the completions add after the words `before`, one in each line: of
+/// networks, containers, addresses, namespaces or plugins. Prints no name that a shell could
+/// expand. `before` does not have the program's name.
 ///
 /// # Errors
 /// Code 5 if a folder cannot be read or stdout cannot be written.
-pub(crate) fn complete(args: &Complete, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
+pub(crate) fn complete(before: &[String], context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit, Error> {
     const FLAGS: [&str; 4] = ["--json", "--all", "--dry-run", "--watch"];
-    let after_container_id = args.words.last().is_some_and(|word| word == "--container-id");
+    let after_container_id = before.last().is_some_and(|word| word == "--container-id");
     let mut words: Vec<&str> = Vec::new();
     let mut is_value = false;
-    for word in &args.words {
+    for word in before {
         let (is_option, is_flag) = (word.starts_with('-'), FLAGS.contains(&word.as_str()));
         words.extend((!is_option && !is_value).then_some(word.as_str()));
         is_value = is_option && !is_flag && !word.contains('=');
@@ -141,9 +119,9 @@ fn entries(folder: &Path) -> Vec<String> {
 ///
 /// # Errors
 /// Code 5 if the folder or a page cannot be written.
-pub(crate) fn man(args: &ManArgs, parser: Command) -> Result<Exit, Error> {
-    fs::create_dir_all(&args.dir)
-        .and_then(|()| clap_mangen::generate_to(parser, &args.dir))
-        .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", args.dir.display()), error))
+pub(crate) fn man(folder: &Path, parser: Command) -> Result<Exit, Error> {
+    fs::create_dir_all(folder)
+        .and_then(|()| clap_mangen::generate_to(parser, folder))
+        .map_err(|error| Error::caused(Code::IO, format_args!("failed to write into {}", folder.display()), error))
         .map(|()| Exit::Done)
 }

@@ -32,7 +32,10 @@ enum Verb {
     /// List each network's ranges and how full they are
     List(Watch),
     /// List a network's reservations: address, owner, age, whether it is in use
-    Show(show::Show),
+    Show {
+        /// The network's name
+        network: String,
+    },
     /// Remove the reservations of containers that do not exist any more
     ///
     /// Removes reservations of containers that do not exist any more. A reservation of
@@ -75,7 +78,7 @@ pub(crate) fn run(args: &Ipam, context: &Context<'_>, streams: &mut Streams<'_>)
     let ipam = IpamContext { context, data_dir: args.data_dir.as_deref(), cached: None };
     let (verb, outcome) = match &args.verb {
         Verb::List(watch) => ("ipam list", watch.run(context.call, streams, |streams| ipam.list(streams))),
-        Verb::Show(args) => ("ipam show", ipam.show(args, streams)),
+        Verb::Show { network } => ("ipam show", ipam.show(network, streams)),
         Verb::Gc(args) => ("ipam gc", ipam.gc(args, streams)),
         Verb::Release(args) => ("ipam release", ipam.release(args, streams)),
         Verb::Dhcp(args) => ("ipam dhcp", ipam.dhcp(args, streams)),

@@ -17,13 +17,6 @@ use crate::node::attachments::{Attachments, OVER};
 use crate::node::ipam::{IpamContext, NEARLY_FULL_PERCENT, sockets, used_percent};
 use crate::report::{Colour, Report};
 
-/// The arguments of `show`.
-#[derive(Debug, Args)]
-pub(super) struct Show {
-    /// The network's name
-    network: String,
-}
-
 /// The arguments of `dhcp`.
 #[derive(Debug, Args)]
 pub(super) struct Dhcp {
@@ -95,8 +88,8 @@ impl IpamContext<'_> {
     /// - Code 5 if the store or the result cache cannot be read, or stdout cannot be written.
     /// - Code 11 if the lock is held for too long.
     /// - The kernel's error if the host's links cannot be listed.
-    pub(super) fn show(&self, args: &Show, streams: &mut Streams<'_>) -> Result<(), Error> {
-        let pool = self.pool_of(&args.network)?;
+    pub(super) fn show(&self, network: &str, streams: &mut Streams<'_>) -> Result<(), Error> {
+        let pool = self.pool_of(network)?;
         let Listed { reservations, unusual, cooling, .. } = self.list_reservations(&pool)?;
         let folder = pool.folder().display().to_string();
         let ledger = Ledger::read(pool.store(&self.context.notes).sidecar());
@@ -105,7 +98,7 @@ impl IpamContext<'_> {
             let is_inside = |ranges: &RangeSets| ranges.sets().iter().any(|set| set.find(address).is_some());
             pool.ranges.as_ref().is_ok_and(|ranges| !is_inside(ranges))
         };
-        let attachments = Attachments::read(self.context, Some(&pool.network))?;
+        let attachments = Attachments::read(self.context, Some(network))?;
         let row = |reservation: &Reservation| {
             let liveness = attachments.liveness_of(&pool.network, reservation);
             json!({
