@@ -152,19 +152,13 @@ fn bisect(document: &Value, len: usize, error: &str, check: Check<'_>, path: &[S
         }
         check(&document).is_err_and(|other| without_digits(&other) == without_digits(error))
     };
-    // A list of the first `end` elements has the error, a list of the first `too_few` does not.
-    let (mut too_few, mut end) = (0, len);
-    while end - too_few > 1 {
-        let middle = too_few + (end - too_few) / 2;
-        if has_same_error_with_only(0..middle) { end = middle } else { too_few = middle }
-    }
-    // A list of the elements `start..end` has the error, a list of `too_late..end` does not.
-    let (mut start, mut too_late) = (0, end);
-    while too_late - start > 1 {
-        let middle = start + (too_late - start) / 2;
-        if has_same_error_with_only(middle..end) { start = middle } else { too_late = middle }
-    }
-    [start, end - 1]
+    // The shortest list of the first elements that has the error.
+    let lengths: Vec<usize> = (1..len).collect();
+    let last = lengths.partition_point(|end| !has_same_error_with_only(0..*end));
+    // The shortest list up to that element that has the error.
+    let starts: Vec<usize> = (1..=last).collect();
+    let first = starts.partition_point(|start| has_same_error_with_only(*start..last + 1));
+    [first, last]
 }
 
 /// Returns the text of an error without digits. After the removal of a list's element, the same
