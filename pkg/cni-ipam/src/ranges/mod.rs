@@ -173,7 +173,7 @@ impl Range {
     }
 
     /// Whether both ranges have an address in common.
-    fn overlaps(&self, other: &Range) -> bool {
+    pub fn overlaps(&self, other: &Range) -> bool {
         self.contains(other.first) || other.contains(self.first)
     }
 }

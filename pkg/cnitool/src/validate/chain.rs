@@ -15,7 +15,7 @@ use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
 use super::document::ListedPlugin;
-use super::{Problem, document, locate};
+use super::{Problem, locate};
 
 /// The MTUs that the kernel accepts for a veth, in bytes.
 const VETH_MTU: std::ops::RangeInclusive<i64> = 68..=65535;
@@ -39,10 +39,10 @@ struct Earlier {
 }
 
 /// Returns the problems that result from the combination of the document's plugins.
-pub(super) fn check(document: &Value) -> Vec<Problem> {
+pub(super) fn check(document: &Value, plugins: &[ListedPlugin<'_>]) -> Vec<Problem> {
     let (mut problems, mut earlier) = (Vec::new(), Earlier::default());
     let version = version(document);
-    for (index, listed) in document::plugins(document).into_iter().enumerate() {
+    for (index, listed) in plugins.iter().enumerate() {
         let kind = listed.kind;
         problems.extend(listed.check_position(index, &earlier));
         problems.extend(listed.check_ipam_type());
@@ -54,7 +54,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         let has_addresses = |plugin: &&dyn Plugin| plugin.role() == Role::Interface && kind != "flannel";
         if let Some(plugin) = cni_multicall::find(kind).filter(has_addresses) {
             problems.extend(listed.check_addressing(plugin, &earlier, version));
-            problems.extend(listed.check_advertisements(document));
+            problems.extend(listed.check_advertisements(plugins));
         }
         problems.extend(listed.check_tuned_mtu(&earlier));
         listed.add_effects_to(&mut earlier);
@@ -133,7 +133,7 @@ impl ListedPlugin<'_> {
             let is_covered = |set: &RangeSet| set.ranges().iter().all(|range| contains(&own_ranges, range));
             if other.data_dir == data_dir && other_ranges.sets().iter().any(is_covered) {
                 problems.push(self.error("ipam", what("fails")));
-            } else if overlap(other_ranges, &own_ranges) {
+            } else if ranges(other_ranges).any(|other| ranges(&own_ranges).any(|own| own.overlaps(other))) {
                 problems.push(self.warning("ipam", what("fails if both choose the same address")));
             }
         }
@@ -245,11 +245,11 @@ impl ListedPlugin<'_> {
     /// Reports an interface on the network of its master that gets only IPv4 addresses from IPAM,
     /// but accepts the advertisements of IPv6 routers. The runtime may add IPv6 addresses to those
     /// of the file, which are not known here. An empty `acceptRa` counts as absent.
-    fn check_advertisements(&self, document: &Value) -> Option<Problem> {
+    fn check_advertisements(&self, plugins: &[ListedPlugin<'_>]) -> Option<Problem> {
         let is_on_network_of_master = ["macvlan", "ipvlan", "vlan"].contains(&self.kind);
         let accept_ra = self.object["acceptRa"].as_str().unwrap_or_default();
         let is_decided = !["", "null"].contains(&accept_ra) || !self.object["enableSlaac"].is_null();
-        let has_slaac = document::plugins(document).iter().any(|plugin| plugin.kind == "slaac");
+        let has_slaac = plugins.iter().any(|plugin| plugin.kind == "slaac");
         if !is_on_network_of_master || is_decided || has_slaac || !self.has_only_ipv4() {
             return None;
         }
@@ -298,7 +298,7 @@ impl ListedPlugin<'_> {
 
     /// Adds the effects of this plugin to `earlier`. A plugin of another project has no known role:
     /// it may create the interface and add addresses.
-    fn add_effects_to(self, earlier: &mut Earlier) {
+    fn add_effects_to(&self, earlier: &mut Earlier) {
         if let Some(pool) = self.pool() {
             earlier.pools.push((self.path.clone(), pool));
         }
@@ -328,22 +328,12 @@ fn simulate_add(plugin: &dyn Plugin, request: &Value, earlier_addresses: &[Cidr]
     }
 }
 
-/// Whether a range of `a` and a range of `b` have a common address.
-fn overlap(a: &RangeSets, b: &RangeSets) -> bool {
-    ranges(a).any(|one| ranges(b).any(|other| have_common_address(one, other)))
-}
-
-/// Whether two ranges have a common address: then one contains the first address of the other.
-pub(super) fn have_common_address(a: &Range, b: &Range) -> bool {
-    a.contains(b.first()) || b.contains(a.first())
-}
-
 /// Whether one of the ranges of `sets` contains the whole `range`.
 fn contains(sets: &RangeSets, range: &Range) -> bool {
     ranges(sets).any(|candidate| candidate.contains(range.first()) && candidate.contains(range.last()))
 }
 
 /// Returns all ranges of all sets.
-fn ranges(sets: &RangeSets) -> impl Iterator<Item = &Range> {
+pub(super) fn ranges(sets: &RangeSets) -> impl Iterator<Item = &Range> {
     sets.sets().iter().flat_map(RangeSet::ranges)
 }

@@ -12,19 +12,26 @@ use plugin_cluster_local::Keys;
 use plugin_host_local::Pool;
 use serde_json::{Value, json};
 
-use super::chain::have_common_address;
-use super::{Problem, document, has_error};
+use super::document::ListedPlugin;
+use super::{Problem, chain, document, has_error};
 use crate::call::Context;
 use crate::node::{confs_of_type, reserving_confs};
 
 /// The first version that has STATUS.
 const STATUS_VERSION: &str = "1.1.0";
 
-/// Returns the problems that the document has on this host. `problems_everywhere` are the problems
-/// that it has on every host.
-pub(super) fn check(document: &Value, problems_everywhere: &[Problem], context: &Context<'_>) -> Vec<Problem> {
+/// Returns the problems that the document with these plugins has on this host.
+/// `problems_everywhere` are the problems that it has on every host.
+pub(super) fn check(
+    document: &Value,
+    plugins: &[ListedPlugin<'_>],
+    problems_everywhere: &[Problem],
+    context: &Context<'_>,
+) -> Vec<Problem> {
     let runtime = context.runtime();
-    let mut problems = missing_plugins(document, &runtime);
+    let mut problems = missing_plugins(plugins, &runtime);
+    // A document that a runtime can load has only plugins that are objects, so an index in `list`
+    // is an index in `plugins` too.
     let Ok(list) = document::load(document) else { return problems };
     // STATUS checks that the kernel supports what the plugins need. It is not run after an error,
     // because it would report the same error again.
@@ -34,17 +41,17 @@ pub(super) fn check(document: &Value, problems_everywhere: &[Problem], context: 
     // A host-device plugin may move the interface with the host's only default routes.
     problems.extend(confs_of_type(&list, "host-device").filter_map(|(index, conf)| {
         let (key, what) = plugin_host_device::lost_default_route(&conf)?;
-        Some(warning(document, index, key, what))
+        Some(plugins.get(index)?.warning(key, what))
     }));
-    problems.extend(conflicts(&list, document, context));
+    problems.extend(conflicts(&list, plugins, context));
     problems
 }
 
-/// Returns an error for each plugin of the document that is not installed. Skips invalid names,
-/// which [`rules`](super::rules) reports.
-fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
+/// Returns an error for each plugin that is not installed. Skips invalid names, which
+/// [`rules`](super::rules) reports.
+fn missing_plugins(plugins: &[ListedPlugin<'_>], runtime: &Runtime<'_>) -> Vec<Problem> {
     let mut problems = Vec::new();
-    for listed in document::plugins(document) {
+    for listed in plugins {
         for (key, kind) in
             [("type", listed.kind), ("ipam.type", listed.object["ipam"]["type"].as_str().unwrap_or_default())]
         {
@@ -56,13 +63,6 @@ fn missing_plugins(document: &Value, runtime: &Runtime<'_>) -> Vec<Problem> {
         }
     }
     problems
-}
-
-/// Returns a warning about `key` of the plugin at `index`. A document without a list is itself the
-/// only plugin.
-fn warning(document: &Value, index: usize, key: &str, what: String) -> Problem {
-    let path = if document["plugins"].is_array() { format!("plugins[{index}].{key}") } else { key.to_owned() };
-    Problem::warning(path, what)
 }
 
 /// Runs STATUS of the document's plugins, and returns its error as a problem. Does nothing if one
@@ -93,7 +93,7 @@ fn ranges(list: &NetworkList) -> Vec<(usize, Range, Option<String>)> {
             let layer2 = Keys::read(&conf).ok().filter(|_| is_clustered).map(|keys| keys.layer2);
             let name = |range: &Range| layer2.as_ref().map(|layer2| pool::name(layer2, range.subnet()));
             let with_pool = |range: &Range| (index, range.clone(), name(range));
-            all.extend(sets.sets().iter().flat_map(|set| set.ranges()).map(with_pool));
+            all.extend(chain::ranges(&sets).map(with_pool));
         }
     }
     all
@@ -115,11 +115,13 @@ fn ipvlan_modes(list: &NetworkList) -> Vec<(usize, String, Stacked)> {
 }
 
 /// Returns a warning for each range, host port and ipvlan mode that conflicts with another
-/// configured network. `document` is the file of the network `list`.
-fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec<Problem> {
+/// configured network. `plugins` are those of `list`.
+fn conflicts(list: &NetworkList, plugins: &[ListedPlugin<'_>], context: &Context<'_>) -> Vec<Problem> {
     let (own_ranges, own_mappings, own_modes) = (ranges(list), port_mappings(list), ipvlan_modes(list));
     let mut problems = Vec::new();
-    let mut warn = |index: &usize, key: &str, what: String| problems.push(warning(document, *index, key, what));
+    let mut warn = |index: &usize, key: &str, what: String| {
+        problems.extend(plugins.get(*index).map(|plugin| plugin.warning(key, what)));
+    };
     // If the folder cannot be read, no other network is known.
     for other in context.networks().unwrap_or_default() {
         if other.name() == list.name() {
@@ -137,7 +139,7 @@ fn conflicts(list: &NetworkList, document: &Value, context: &Context<'_>) -> Vec
                     {
                         format!("pool {pool} overlaps with pool {other_pool} {of_network}")
                     }
-                    _ if have_common_address(range, &other_range) => {
+                    _ if range.overlaps(&other_range) => {
                         format!("{range} overlaps with {other_range} {of_network}")
                     }
                     _ => continue,

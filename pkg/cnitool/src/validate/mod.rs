@@ -244,8 +244,9 @@ fn check_file(path: &Path, host: Option<&Context<'_>>) -> Result<CheckedFile, Er
         Ok(mut document) => {
             network = document.get("name").and_then(Value::as_str).map(str::to_owned);
             let loaded = document::add_plugins_of_folder(&mut document, path, &list);
-            problems.extend(rules::check(&document));
-            problems.extend(chain::check(&document));
+            let plugins = document::plugins(&document);
+            problems.extend(rules::check(&document, &plugins));
+            problems.extend(chain::check(&document, &plugins));
             // The error of loading mostly repeats another error.
             if !has_error(&problems)
                 && let Err(problem) = loaded
@@ -253,7 +254,7 @@ fn check_file(path: &Path, host: Option<&Context<'_>>) -> Result<CheckedFile, Er
                 problems.push(problem);
             }
             if let Some(context) = host {
-                problems.extend(host::check(&document, &problems, context));
+                problems.extend(host::check(&document, &plugins, &problems, context));
             }
         }
     }

@@ -9,8 +9,8 @@ use cni::skel::{Plugin, Role};
 use libcni::NetworkList;
 use serde_json::{Value, json};
 
-use super::document::ListedPlugin;
-use super::{Problem, document, locate};
+use super::document::{ListedPlugin, is_list};
+use super::{Problem, locate};
 use crate::report::did_you_mean;
 
 /// The longest name of a network, in bytes. A runtime's result cache has a file
@@ -25,10 +25,10 @@ pub(crate) const LIST_KEYS: [&str; 8] =
 pub(crate) const STANDARD_KEYS: [&str; 9] =
     ["cniVersion", "name", "type", "capabilities", "ipam", "dns", "args", "runtimeConfig", "prevResult"];
 
-/// Returns the problems that the document has on every host.
-pub(super) fn check(document: &Value) -> Vec<Problem> {
+/// Returns the problems that the document with these plugins has on every host.
+pub(super) fn check(document: &Value, plugins: &[ListedPlugin<'_>]) -> Vec<Problem> {
     let Some(members) = document.as_object() else { return vec![Problem::error("", "not a JSON object")] };
-    let is_list = document::is_list(document);
+    let is_list = is_list(document);
     let mut problems = Vec::new();
     let parse = if is_list { NetworkList::parse } else { NetworkList::parse_single };
     let check_as_runtime = |value: &Value| {
@@ -45,7 +45,7 @@ pub(super) fn check(document: &Value) -> Vec<Problem> {
         problems.push(Problem::warning(key, unknown_text(key, &LIST_KEYS)));
     }
     if !is_list || document["plugins"].is_array() {
-        problems.extend(document::plugins(document).iter().flat_map(check_plugin));
+        problems.extend(plugins.iter().flat_map(check_plugin));
     }
     problems
 }
@@ -67,45 +67,40 @@ fn check_name(document: &Value) -> Option<Problem> {
 /// Returns the problems of one plugin.
 fn check_plugin(listed: &ListedPlugin<'_>) -> Vec<Problem> {
     let ListedPlugin { kind, ipam, object, request, .. } = listed;
-    let path_of = |key: &str| listed.path_of(key);
     let names = [("type", kind), ("ipam.type", ipam)].into_iter().filter(|(_, name)| !name.is_empty());
     let refused = names.filter_map(|(key, name)| Some(listed.error(key, check_plugin_name(name).err()?.msg())));
     let mut problems: Vec<Problem> = refused.collect();
     let capabilities = &object["capabilities"];
     // The interface plugin and its IPAM plugin get the same configuration.
-    problems.extend(check_keys([kind, ipam], request, capabilities, &path_of));
+    let mut in_keys = check_keys([kind, ipam], request, capabilities);
     if *kind == "flannel" {
-        problems.extend(check_delegate(request, capabilities, &path_of));
+        in_keys.extend(check_delegate(request, capabilities));
     }
+    problems.extend(in_keys.into_iter().map(|problem| Problem { path: listed.path_of(&problem.path), ..problem }));
     problems.extend(unused_capabilities(listed));
     problems
 }
 
 /// Returns the problems in the keys of flannel's delegate and of the delegate's IPAM plugin, which
-/// get a configuration that flannel makes. flannel's own errors are reported elsewhere.
-fn check_delegate(request: &Value, capabilities: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+/// get a configuration that flannel makes from `request`. The paths are those in `request`.
+/// flannel's own errors are reported elsewhere.
+fn check_delegate(request: &Value, capabilities: &Value) -> Vec<Problem> {
     let made = NetConf::parse(request.to_string()).and_then(|conf| plugin_flannel::example_delegate(&conf));
     let Ok(delegated) = made else { return Vec::new() };
-    let path_of = |path: &str| {
-        let is_ipam = path == "ipam" || path.starts_with("ipam.");
-        if is_ipam { path_of(path) } else { path_of(&format!("delegate.{path}")) }
-    };
     let kinds = [&delegated["type"], &delegated["ipam"]["type"]].map(|kind| kind.as_str().unwrap_or_default());
-    check_keys(kinds, &delegated, capabilities, &path_of)
+    let mut problems = check_keys(kinds, &delegated, capabilities);
+    for Problem { path, .. } in problems.iter_mut().filter(|one| one.path != "ipam" && !one.path.starts_with("ipam.")) {
+        path.insert_str(0, "delegate.");
+    }
+    problems
 }
 
 /// Returns the problems in the keys of the plugins of these types, which all get the configuration
-/// `request`. `capabilities` are those of the list's plugin. `path_of` converts a path in the
-/// configuration to a path in the document.
-fn check_keys(
-    kinds: [&str; 2],
-    request: &Value,
-    capabilities: &Value,
-    path_of: &dyn Fn(&str) -> String,
-) -> Vec<Problem> {
+/// `request`, with the paths in that. `capabilities` are those of the list's plugin.
+fn check_keys(kinds: [&str; 2], request: &Value, capabilities: &Value) -> Vec<Problem> {
     let mut problems = Vec::new();
     for plugin in kinds.into_iter().filter(|kind| !kind.is_empty()).filter_map(cni_multicall::find) {
-        problems.extend(unknown_keys(plugin, request, path_of));
+        problems.extend(unknown_keys(plugin, request));
         let runtime_sets_ranges = plugin.role() == Role::Ipam && capabilities["ipRanges"] == json!(true);
         let check = |value: &Value| {
             let outcome = NetConf::parse(value.to_string()).and_then(|conf| plugin.examine(&conf));
@@ -120,14 +115,13 @@ fn check_keys(
             }
         };
         let errors = locate::errors(request, &["cniVersion", "name", "type"], &check);
-        problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path_of(&path), what)));
+        problems.extend(errors.into_iter().map(|(path, what)| Problem::error(path, what)));
     }
     problems
 }
 
 /// Returns a warning for each key in the configuration `request` that `plugin` does not read.
-/// `path_of` converts a path in the configuration to a path in the document.
-fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> String) -> Vec<Problem> {
+fn unknown_keys(plugin: &dyn Plugin, request: &Value) -> Vec<Problem> {
     let Ok(json) = Json::parse(request.to_string().as_bytes()) else { return Vec::new() };
     let mut problems = Vec::new();
     for UnknownKey { path, known: mut known_names } in plugin.unknown_keys(&json) {
@@ -142,7 +136,8 @@ fn unknown_keys(plugin: &dyn Plugin, request: &Value, path_of: &dyn Fn(&str) -> 
         if is_top_level {
             known_names.extend(STANDARD_KEYS);
         }
-        problems.push(Problem::warning(path_of(&path), unknown_text(name, &known_names)));
+        let what = unknown_text(name, &known_names);
+        problems.push(Problem::warning(path, what));
     }
     problems
 }
