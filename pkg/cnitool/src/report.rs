@@ -70,7 +70,10 @@ impl Report {
 
     /// Adds a line of parts with a space between them, each in its colour.
     pub(crate) fn parts(&mut self, parts: &[(Option<Colour>, &str)]) {
-        let painted = parts.iter().map(|(colour, text)| paint(self.style, *colour, &escape_control(text)));
+        let painted = parts.iter().map(|(colour, text)| match (self.style, colour) {
+            (ColorMode::Coloured, Some(colour)) => format!("\x1b[{}m{}\x1b[0m", *colour as u8, escape_control(text)),
+            (ColorMode::Plain, _) | (_, None) => escape_control(text),
+        });
         self.text += &painted.collect::<Vec<_>>().join(" ");
         self.text.push('\n');
     }
@@ -204,26 +207,15 @@ pub(crate) fn write_json(streams: &mut Streams<'_>, value: &impl Serialize) -> R
     write_raw(streams, &format!("{text}\n"))
 }
 
-/// The highlighting of a line.
+/// The highlighting of a line, with the number that a terminal expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Colour {
-    /// Something is wrong.
-    Red,
-    /// Something may be wrong.
-    Yellow,
     /// A heading.
-    Bold,
-}
-
-/// Returns a text with the escape sequences of a colour, if `style` has colours.
-fn paint(style: ColorMode, colour: Option<Colour>, text: &str) -> String {
-    let code = match (style, colour) {
-        (ColorMode::Plain, _) | (_, None) => return text.to_owned(),
-        (ColorMode::Coloured, Some(Colour::Red)) => 31,
-        (ColorMode::Coloured, Some(Colour::Yellow)) => 33,
-        (ColorMode::Coloured, Some(Colour::Bold)) => 1,
-    };
-    format!("\x1b[{code}m{text}\x1b[0m")
+    Bold = 1,
+    /// Something is wrong.
+    Red = 31,
+    /// Something may be wrong.
+    Yellow = 33,
 }
 
 /// Returns `; did you mean "mtu"?` with the most similar known name, or an empty text if its
