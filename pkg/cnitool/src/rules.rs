@@ -12,7 +12,7 @@ use cni::rollback::{Notes, Rollback};
 use cni::skel::{self, Environment, RestoreMode};
 use cni::{AttachmentId, Result};
 use cni_linux::{Netlink, Netns};
-use libcni::NetworkList;
+use libcni::PluginConf;
 use libcni::cache::{Entry, Listing};
 use serde::Serialize;
 use serde_json::json;
@@ -53,17 +53,13 @@ enum Verb {
     ///   cnitool rules restore --dry-run
     ///   cnitool rules restore mynet
     #[command(verbatim_doc_comment)]
-    Restore(Restore),
-}
-
-/// The arguments of `restore`.
-#[derive(Debug, Args)]
-struct Restore {
-    /// Only this network
-    network: Option<String>,
-    /// Print what is missing, and change nothing
-    #[arg(long)]
-    dry_run: bool,
+    Restore {
+        /// Only this network
+        network: Option<String>,
+        /// Print what is missing, and change nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
 }
 
 /// The outcome for one attachment.
@@ -134,10 +130,10 @@ impl Outcome {
 /// # Errors
 /// Code 5 if a result cache cannot be read or stdout cannot be written.
 pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>) -> Result<Exit> {
-    let Verb::Restore(args) = &args.verb;
-    let Listing { entries, problems } = read_caches(context, args.network.as_deref())?;
+    let Verb::Restore { network, dry_run } = &args.verb;
+    let Listing { entries, problems } = read_caches(context, network.as_deref())?;
     let restore = |entry: &Entry| {
-        restore_attachment(entry, args, context)
+        restore_attachment(entry, *dry_run, context)
             .unwrap_or_else(|error| AttachmentOutcome::unexamined(entry, (Outcome::Failed, error.to_string())))
     };
     let attachments: Vec<AttachmentOutcome> = entries.iter().map(restore).collect();
@@ -163,7 +159,7 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
         problems.iter().for_each(|problem| streams.notes.note(format_args!("ignored: {problem}")));
     }
     // `changed` is true without `--dry-run`, even if no rule was missing.
-    let document = json!({"changed": !args.dry_run, "attachments": attachments, "problems": problems});
+    let document = json!({"changed": !dry_run, "attachments": attachments, "problems": problems});
     report.write(streams, context.format(), &document)?;
     let is_incomplete = attachments.iter().any(|one| one.outcome.is_problem()) || !problems.is_empty();
     Ok(if is_incomplete { Exit::Failed } else { Exit::Done })
@@ -176,32 +172,26 @@ pub(crate) fn run(args: &Rules, context: &Context<'_>, streams: &mut Streams<'_>
 /// - As [`why_unused`].
 /// - The configuration or the result in `entry` is invalid.
 /// - A result cache cannot be read after rules were written.
-fn restore_attachment(
-    entry: &Entry,
-    Restore { dry_run, .. }: &Restore,
-    context: &Context<'_>,
-) -> Result<AttachmentOutcome> {
+fn restore_attachment(entry: &Entry, dry_run: bool, context: &Context<'_>) -> Result<AttachmentOutcome> {
     let (call, notes) = (context.call, &context.notes);
     if let Some(why) = why_unused(entry, call)? {
         return Ok(AttachmentOutcome::unexamined(entry, why));
     }
-    let list = entry.list()?;
     let environment = Environment::new(entry.attachment.variables(skel::Verb::Check));
-    let plugin_calls = plugin_calls(entry, &list, &environment, call, notes)?;
+    let plugin_calls = plugin_calls(entry, &environment, call, notes)?;
     let (mut plugins, mut rollback) = (Vec::new(), Rollback::new(notes.clone()));
-    for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
-        let kind = plugin.kind().to_owned();
-        let mode = if *dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
-        let (outcome, why) = match cni_multicall::find(&kind).map(|found| found.restore_rules(plugin_call, mode)) {
+    for (kind, plugin_call) in &plugin_calls {
+        let mode = if dry_run { RestoreMode::Report } else { RestoreMode::Write(&mut rollback) };
+        let (outcome, why) = match cni_multicall::find(kind).map(|found| found.restore_rules(plugin_call, mode)) {
             None => (Outcome::NotExamined, vec!["a plugin of another project".to_owned()]),
             // The plugin has no rules.
             Some(Ok(None)) => continue,
             Some(Ok(Some(missing))) if missing.is_empty() => (Outcome::Complete, missing),
-            Some(Ok(Some(missing))) if *dry_run => (Outcome::Missing, missing),
+            Some(Ok(Some(missing))) if dry_run => (Outcome::Missing, missing),
             Some(Ok(Some(missing))) => (Outcome::Restored, missing),
             Some(Err(error)) => (Outcome::Failed, vec![error.to_string()]),
         };
-        plugins.push(PluginOutcome { r#type: kind, outcome, why });
+        plugins.push(PluginOutcome { r#type: kind.clone(), outcome, why });
     }
     // If DEL ran during the call, it may have ended before the rules were written.
     let is_detached = || -> Result<bool> {
@@ -229,36 +219,31 @@ fn restore_attachment(
 /// # Errors
 /// The configuration or the result in `entry` is invalid, or the rules cannot be read.
 pub(crate) fn missing_rules(entry: &Entry, kind: &str, call: &Call<'_>) -> Result<Vec<String>> {
-    let list = entry.list()?;
     let environment = Environment::new(entry.attachment.variables(skel::Verb::Check));
-    let plugin_calls = plugin_calls(entry, &list, &environment, call, &Notes::silent())?;
     let mut missing = Vec::new();
-    for (plugin, plugin_call) in list.plugins().iter().zip(&plugin_calls) {
-        let found = cni_multicall::find(plugin.kind()).filter(|found| found.name() == kind);
-        if let Some(found) = found
-            && let Some(missing_here) = found.restore_rules(plugin_call, RestoreMode::Report)?
-        {
-            missing.extend(missing_here);
+    for (name, plugin_call) in plugin_calls(entry, &environment, call, &Notes::silent())? {
+        if let Some(found) = cni_multicall::find(&name).filter(|found| found.name() == kind) {
+            missing.extend(found.restore_rules(&plugin_call, RestoreMode::Report)?.unwrap_or_default());
         }
     }
     Ok(missing)
 }
 
-/// Returns the call of each plugin in `list`, the attachment's list. The plugins compare the rules
+/// Returns the type of each plugin of the attachment, and its call. The plugins compare the rules
 /// as in CHECK, so `environment` has that verb.
 ///
 /// # Errors
 /// The configuration or the result in `entry` is invalid.
 fn plugin_calls<'c>(
     entry: &Entry,
-    list: &NetworkList,
     environment: &'c Environment,
     call: &Call<'c>,
     notes: &Notes,
-) -> Result<Vec<skel::Call<'c>>> {
-    let plugin_call = |plugin| {
-        let conf = entry.request(list, plugin).and_then(NetConf::parse)?;
-        Ok(skel::Call {
+) -> Result<Vec<(String, skel::Call<'c>)>> {
+    let list = entry.list()?;
+    let plugin_call = |plugin: &PluginConf| {
+        let conf = entry.request(&list, plugin).and_then(NetConf::parse)?;
+        let plugin_call = skel::Call {
             container_id: entry.attachment.container_id.clone(),
             netns: Some(entry.attachment.netns.clone().into()),
             ifname: entry.attachment.ifname.clone(),
@@ -266,7 +251,8 @@ fn plugin_calls<'c>(
             environment,
             machine: call.machine,
             notes: notes.clone(),
-        })
+        };
+        Ok((plugin.kind().to_owned(), plugin_call))
     };
     list.plugins().iter().map(plugin_call).collect()
 }
