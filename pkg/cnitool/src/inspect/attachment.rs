@@ -193,8 +193,7 @@ impl AttachmentReport {
     fn add_missing_rules(&mut self, entry: &Entry, call: &Call<'_>) {
         let plugins = plugins_in(&entry.config);
         let a_plugin_sets = |key: &str| plugins.iter().any(|plugin| is_true(plugin, key));
-        let a_plugin_has =
-            |key: &str| plugins.iter().any(|plugin| plugin.get(key).is_some_and(|value| *value != Json::Null));
+        let a_plugin_has = |key: &str| plugins.iter().any(|plugin| plugin.get(key).is_some());
         let has = |kind: &str| plugins.iter().any(|plugin| plugin.get("type").and_then(Json::as_str) == Some(kind));
         let mappings = entry.attachment.capability_args.get_exact("portMappings");
         let has_mappings = mappings.is_some_and(|raw| !matches!(raw.get().trim(), "null" | "[]"));
