@@ -8,7 +8,7 @@
 //! [`ConfFolder::find`].
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use super::list::{NetworkList, PluginConf};
@@ -118,7 +118,7 @@ fn is_list(path: &Path) -> bool {
 fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
     let mut list = NetworkList::parse_inlined(raw)?;
     // An invalid name could be a path out of this folder. Every verb refuses it later.
-    if !list.load_only_inlined() && ident::check_network_name(list.name()).is_ok() {
+    if !list.load_only_inlined && ident::check_network_name(list.name()).is_ok() {
         let folder = path.with_file_name(list.name());
         for path in list_files(&folder, &[".conf"])? {
             let raw = file::read(&path)
@@ -136,23 +136,27 @@ fn read_list(path: &Path, raw: &[u8]) -> Result<NetworkList> {
 /// # Errors
 /// Code 5 if the folder cannot be read.
 fn list_files(folder: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
-    let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error);
-    let entries = match fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Vec::new()),
-        Err(error) => return Err(failed(error)),
+    let mut paths = match paths_in(folder) {
+        Err(error) if error.kind() == ErrorKind::NotADirectory => Vec::new(),
+        listed => listed
+            .map_err(|error| Error::caused(Code::IO, format_args!("failed to list {}", folder.display()), error))?,
     };
-    let mut paths = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(failed)?.path();
+    paths.retain(|path| {
         let name = path.file_name().unwrap_or_default().as_encoded_bytes();
         let has_suffix = suffixes.iter().any(|suffix| name.ends_with(suffix.as_bytes()));
         // A dangling symbolic link has no metadata. It is included, so that reading it reports it.
-        let may_be_file = fs::metadata(&path).map_or(true, |metadata| metadata.is_file());
-        if has_suffix && may_be_file {
-            paths.push(path);
-        }
-    }
+        has_suffix && fs::metadata(path).map_or(true, |metadata| metadata.is_file())
+    });
+    Ok(paths)
+}
+
+/// Returns the paths of everything in a folder, sorted, or none if the folder does not exist.
+pub(super) fn paths_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<PathBuf>>>()?;
     paths.sort();
     Ok(paths)
 }

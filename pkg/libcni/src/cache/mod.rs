@@ -20,6 +20,7 @@ use std::time::SystemTime;
 
 use serde_json::value::{RawValue, to_raw_value};
 
+use super::folder::paths_in;
 use super::{AddedKeys, Attachment, NetworkList, PluginConf};
 use cni::json::Json;
 use cni::result::{AddResult, Interface};
@@ -332,20 +333,11 @@ impl Cache {
     /// Code 5 if the folder cannot be read.
     fn list_files(&self, prefix: &str) -> Result<Vec<PathBuf>> {
         let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
-        let files = match fs::read_dir(&self.folder) {
-            Ok(files) => files,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(error) => return Err(failed(error)),
-        };
-        let mut paths = Vec::new();
-        for file in files {
-            let file = file.map_err(failed)?;
-            let name = file.file_name();
-            if name.as_encoded_bytes().starts_with(prefix.as_bytes()) && name != OWN_FOLDER {
-                paths.push(file.path());
-            }
-        }
-        paths.sort();
+        let mut paths = paths_in(&self.folder).map_err(failed)?;
+        paths.retain(|path| {
+            let name = path.file_name().unwrap_or_default();
+            name.as_encoded_bytes().starts_with(prefix.as_bytes()) && name != OWN_FOLDER
+        });
         Ok(paths)
     }
 
@@ -357,16 +349,7 @@ impl Cache {
     pub(super) fn clean(&self) -> Result<()> {
         let own = self.own_folder();
         let failed = |error| Error::caused(Code::IO, format_args!("failed to clean {}", own.display()), error);
-        let files = match fs::read_dir(&own) {
-            Ok(files) => files,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            Err(error) => return Err(failed(error)),
-        };
-        for file in files {
-            let path = file.map_err(failed)?.path();
-            if !is_slot(&path) {
-                continue;
-            }
+        for path in paths_in(&own).map_err(failed)?.into_iter().filter(|path| is_slot(path)) {
             // A process that is still writing its file holds the lock. `_lock` is held until the
             // file is removed.
             if let Some(_lock) = lock(&path, OpenOptions::new().write(true)).map_err(failed)? {
