@@ -22,7 +22,8 @@ pub struct NetworkList {
     cni_version: String,
     disable_check: bool,
     disable_gc: bool,
-    load_only_inlined: bool,
+    /// Whether plugins in the network's subfolder are ignored.
+    pub(super) load_only_inlined: bool,
     pub(super) plugins: Vec<PluginConf>,
     raw: Vec<u8>,
 }
@@ -54,9 +55,7 @@ impl NetworkList {
     /// As [`parse`](NetworkList::parse), except for the missing key.
     pub(super) fn parse_inlined(raw: &[u8]) -> Result<NetworkList> {
         let failed = |error: Error| error.context("error parsing configuration list");
-        let text = String::from_utf8_lossy(raw);
-        let members = Members::parse(&text).map_err(failed)?;
-        let json = Json::parse(raw).map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
+        let (members, json) = Members::parse_with_json(&String::from_utf8_lossy(raw)).map_err(failed)?;
         let name = match find_string(&json, "name").map_err(failed)? {
             None | Some("") => return Err(failed(Error::config("no name"))),
             Some(name) => name.to_owned(),
@@ -143,11 +142,6 @@ impl NetworkList {
         self.disable_gc
     }
 
-    /// Whether plugins in the network's subfolder are ignored.
-    pub(super) fn load_only_inlined(&self) -> bool {
-        self.load_only_inlined
-    }
-
     /// Returns the plugins in the order in which ADD runs them.
     pub fn plugins(&self) -> &[PluginConf] {
         &self.plugins
@@ -186,9 +180,8 @@ impl PluginConf {
     /// - Code 7 if there is no `type`.
     pub fn parse(text: &str) -> Result<PluginConf> {
         let failed = |error: Error| error.context("error parsing configuration");
-        let members = Members::parse(text).map_err(failed)?;
-        let keys = Json::parse(text.as_bytes()).and_then(|json| json.decode::<RuntimeKeys>());
-        let keys = keys.map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
+        let (members, json) = Members::parse_with_json(text).map_err(failed)?;
+        let keys: RuntimeKeys = json.decode().map_err(|error| failed(Error::new(Code::DECODE, error.to_string())))?;
         if keys.kind.is_empty() {
             return Err(failed(Error::config("missing 'type'")));
         }

@@ -4,8 +4,8 @@
 //! keys that the verb adds: `prevResult`, `runtimeConfig`, the valid attachments of a GC. As the
 //! specification requires, `capabilities` is removed (Go keeps it).
 
-use serde::Serialize;
 use serde_json::value::RawValue;
+use serde_json::{Value, json};
 
 use super::list::{NetworkList, PluginConf};
 use super::members::Members;
@@ -22,14 +22,6 @@ pub struct AddedKeys<'a> {
     pub capability_args: Option<&'a Members>,
     /// The valid attachments of a GC.
     pub valid: Option<&'a ValidAttachments>,
-}
-
-/// An element of `cni.dev/valid-attachments`.
-#[derive(Serialize)]
-struct WireAttachment<'a> {
-    #[serde(rename = "containerID")]
-    container_id: &'a str,
-    ifname: &'a str,
 }
 
 impl NetworkList {
@@ -52,8 +44,8 @@ impl NetworkList {
             request.set("prevResult", result)?;
         }
         if let Some(valid) = added.valid {
-            let wire = |(container_id, ifname)| WireAttachment { container_id, ifname };
-            let valid: Vec<WireAttachment<'_>> = valid.iter().map(wire).collect();
+            let valid: Vec<Value> =
+                valid.iter().map(|(id, ifname)| json!({"containerID": id, "ifname": ifname})).collect();
             // The second key is from drafts of the specification; some released plugins read it.
             request.set("cni.dev/valid-attachments", &valid)?;
             request.set("cni.dev/attachments", &valid)?;
