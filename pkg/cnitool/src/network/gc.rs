@@ -7,6 +7,7 @@
 //! cnitool does not know the attachments of a runtime with another result cache, so gc removes them
 //! unless `--keep` names them. Therefore, removing everything of a network needs `--all`.
 
+use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use cni::config::ValidAttachments;
@@ -16,7 +17,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::VerbRun;
-use super::sweep::{AllTraces, Evidence};
+use super::sweep::{Evidence, Traces};
 use crate::call::{Format, Streams};
 use crate::node::attachments::{CachedAttachment, read_caches};
 use crate::report::{Report, counted};
@@ -135,15 +136,16 @@ impl VerbRun<'_> {
         let cached = read_caches(self.context, Some(list.name()))?;
         let read = |entry| CachedAttachment::new(entry, self.context.call.machine);
         let attachments: Vec<CachedAttachment> = cached.entries.into_iter().map(read).collect();
-        let mut traces = AllTraces::new();
+        let mut traces: BTreeMap<AttachmentId, Traces<'_>> = BTreeMap::new();
         for one in &attachments {
             traces.entry(one.id.clone()).or_default().cached.push(one);
         }
         for (container, ifname) in &self.command.gc.keep {
             traces.entry(AttachmentId::new(list.name(), container, ifname)).or_default();
         }
-        let evidence = Evidence { list: None, young_since: SystemTime::UNIX_EPOCH, unreadable: cached.problems };
-        let plan = self.plan_network(list.name(), std::slice::from_ref(list), &traces, &evidence);
+        let (young_since, unreadable) = (SystemTime::UNIX_EPOCH, cached.problems);
+        let evidence = Evidence { traces, list: None, young_since, unreadable };
+        let plan = self.plan_network(list.name(), std::slice::from_ref(list), &evidence);
         Ok(Plan { plugins_gc_skipped: None, unreadable: evidence.unreadable, ..plan })
     }
 }

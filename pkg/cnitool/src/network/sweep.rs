@@ -42,11 +42,10 @@ pub(super) struct Traces<'a> {
     link: Option<(SystemTime, &'a str)>,
 }
 
-/// What exists of each attachment.
-pub(super) type AllTraces<'a> = BTreeMap<AttachmentId, Traces<'a>>;
-
 /// The evidence that decides about attachments.
-pub(super) struct Evidence {
+pub(super) struct Evidence<'a> {
+    /// What exists of each attachment.
+    pub(super) traces: BTreeMap<AttachmentId, Traces<'a>>,
     /// The attachments that a runtime has listed.
     pub(super) list: Option<ValidList>,
     /// Attachments since this time are too young.
@@ -93,12 +92,10 @@ impl VerbRun<'_> {
         let read_at = list.as_ref().map_or(began, |list| list.read_at);
         let min_age = Duration::from_secs(options.min_age.unwrap_or(DEFAULT_MIN_AGE));
         let young_since = read_at.checked_sub(min_age).unwrap_or(SystemTime::UNIX_EPOCH);
-        let unreadable = snapshot.attachments.unreadable.clone();
-        let evidence = Evidence { list, young_since, unreadable };
         let networks = self.find_networks(&snapshot)?;
-        let traces = self.find_traces(&snapshot, &networks);
-        let plan = |(name, lists): (&String, &Vec<NetworkList>)| self.plan_network(name, lists, &traces, &evidence);
-        let plans: Vec<Plan> = networks.iter().map(plan).collect();
+        let (traces, unreadable) = (self.find_traces(&snapshot, &networks), snapshot.attachments.unreadable.clone());
+        let evidence = Evidence { traces, list, young_since, unreadable };
+        let plans: Vec<Plan> = networks.iter().map(|(name, lists)| self.plan_network(name, lists, &evidence)).collect();
         self.print_around(&plans, streams, || {
             let mut errors = Vec::new();
             for (plan, lists) in plans.iter().zip(networks.values()).filter(|(plan, _)| plan.changed) {
@@ -146,8 +143,12 @@ impl VerbRun<'_> {
     }
 
     /// Returns what exists of the attachments to these networks.
-    fn find_traces<'a>(&self, snapshot: &'a Snapshot, networks: &BTreeMap<String, Vec<NetworkList>>) -> AllTraces<'a> {
-        let mut all = AllTraces::new();
+    fn find_traces<'a>(
+        &self,
+        snapshot: &'a Snapshot,
+        networks: &BTreeMap<String, Vec<NetworkList>>,
+    ) -> BTreeMap<AttachmentId, Traces<'a>> {
+        let mut all: BTreeMap<AttachmentId, Traces<'a>> = BTreeMap::new();
         let is_examined = |id: &AttachmentId| networks.contains_key(&id.network);
         let caches = self.context.caches();
         for cached in snapshot.attachments.cached.iter().filter(|cached| is_examined(&cached.id)) {
@@ -180,15 +181,9 @@ impl VerbRun<'_> {
     }
 
     /// Decides about the attachments of one network.
-    pub(super) fn plan_network(
-        &self,
-        name: &str,
-        lists: &[NetworkList],
-        traces: &AllTraces<'_>,
-        evidence: &Evidence,
-    ) -> Plan {
+    pub(super) fn plan_network(&self, name: &str, lists: &[NetworkList], evidence: &Evidence<'_>) -> Plan {
         let (mut kept, mut removed) = (Vec::new(), Vec::new());
-        for (id, traces) in traces.iter().filter(|(id, _)| id.network == name) {
+        for (id, traces) in evidence.traces.iter().filter(|(id, _)| id.network == name) {
             let (mut state, mut reason) = self.decide(id, traces, evidence);
             if state == OVER
                 && let Some(folder) = traces.missing_folder()
@@ -220,7 +215,7 @@ impl VerbRun<'_> {
     }
 
     /// Returns the state of an attachment, which is removed if that is [`OVER`], and the reason.
-    fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence) -> (&'static str, String) {
+    fn decide(&self, id: &AttachmentId, traces: &Traces<'_>, evidence: &Evidence<'_>) -> (&'static str, String) {
         let is_id = |(container, ifname): &(String, String)| *container == id.container_id && *ifname == id.ifname;
         if self.command.gc.keep.iter().any(is_id) {
             let absence = if traces.cached.is_empty() { "; not in the result cache" } else { "" };
@@ -261,7 +256,7 @@ impl VerbRun<'_> {
 
     /// Runs DEL for an attachment: in each result cache that has it, with the configuration of its
     /// ADD, or otherwise with each configuration of its network. Returns the errors.
-    fn remove(&self, id: &AttachmentId, lists: &[NetworkList], evidence: &Evidence) -> Vec<Error> {
+    fn remove(&self, id: &AttachmentId, lists: &[NetworkList], evidence: &Evidence<'_>) -> Vec<Error> {
         let mut outcomes: Vec<Result<(), Error>> = Vec::new();
         for cache in self.context.caches() {
             let Some(found) = cache.find(id).transpose() else { continue };
@@ -297,7 +292,7 @@ fn existed_at(link: &Link) -> SystemTime {
     ["ipv4", "ipv6"].into_iter().filter_map(first_use).min().unwrap_or_else(SystemTime::now)
 }
 
-impl Evidence {
+impl Evidence<'_> {
     /// Whether something that was written at this time is too young to be removed.
     fn is_young(&self, since: SystemTime) -> bool {
         since >= self.young_since
