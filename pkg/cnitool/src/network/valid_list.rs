@@ -19,11 +19,10 @@ const MAX_LENGTH: u64 = 64 << 20;
 /// The attachments that the runtimes have, and when they were listed.
 #[derive(Debug)]
 pub(super) struct ValidList {
-    /// The container IDs whose interfaces are all valid: runtimes do not name interfaces. The state
-    /// of a pod does not matter: a runtime still calls DEL for a pod that it lists as not ready.
-    containers: BTreeSet<String>,
-    /// Container IDs and interface names.
-    attachments: BTreeSet<(String, String)>,
+    /// Container IDs, each with the interface or, because runtimes do not name interfaces, with
+    /// `None` for all of the container. The state of a pod does not matter: a runtime still calls
+    /// DEL for a pod that it lists as not ready.
+    attachments: BTreeSet<(String, Option<String>)>,
     /// A time before which each list was not complete: the time of the oldest file, or of the call.
     pub(super) read_at: SystemTime,
 }
@@ -43,11 +42,11 @@ impl ValidList {
         limit: Duration,
         call: &Call<'_>,
     ) -> Result<Option<ValidList>, Error> {
-        let mut list = ValidList { containers: BTreeSet::new(), attachments: BTreeSet::new(), read_at: began };
+        let mut list = ValidList { attachments: BTreeSet::new(), read_at: began };
         for place in places {
             let outcome = match place.strip_prefix("unix://") {
                 Some(socket) => cni_cri::list_pods(Path::new(socket), call.machine, limit.min(cni_cri::TIME_LIMIT))
-                    .map(|pods| list.containers.extend(pods)),
+                    .map(|pods| list.attachments.extend(pods.into_iter().map(|id| (id, None)))),
                 None => list.read_file(&call.folder.join(place), place == "-"),
             };
             outcome.map_err(|error| error.context(format_args!("the list of valid attachments {place}")))?;
@@ -93,7 +92,7 @@ impl ValidList {
             for (index, pod) in pods.iter().enumerate() {
                 let id = pod.get("id").and_then(Json::as_str).filter(|id| !id.is_empty());
                 let id = id.ok_or_else(|| undecodable(format!("items[{index}]: a pod has no \"id\"")))?;
-                self.containers.insert(id.to_owned());
+                self.attachments.insert((id.to_owned(), None));
             }
             return Ok(());
         }
@@ -102,7 +101,7 @@ impl ValidList {
         }
         for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             match parse_attachment(line.trim()) {
-                Ok((id, ifname)) if !ifname.contains('/') => drop(self.attachments.insert((id, ifname))),
+                Ok((id, ifname)) if !ifname.contains('/') => drop(self.attachments.insert((id, Some(ifname)))),
                 _ => return Err(undecodable(format!("line {} is not CONTAINER-ID/IFNAME: {line:?}", index + 1))),
             }
         }
@@ -111,12 +110,12 @@ impl ValidList {
 
     /// Whether the list names no attachment.
     pub(super) fn is_empty(&self) -> bool {
-        self.containers.is_empty() && self.attachments.is_empty()
+        self.attachments.is_empty()
     }
 
     /// Whether the list names an attachment.
     pub(super) fn names(&self, id: &str, ifname: &str) -> bool {
-        self.containers.contains(id) || self.attachments.contains(&(id.to_owned(), ifname.to_owned()))
+        [None, Some(ifname.to_owned())].into_iter().any(|name| self.attachments.contains(&(id.to_owned(), name)))
     }
 }
 
@@ -125,8 +124,7 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> Result<ValidList, Error> {
-        let (containers, attachments) = (BTreeSet::new(), BTreeSet::new());
-        let mut list = ValidList { containers, attachments, read_at: SystemTime::UNIX_EPOCH };
+        let mut list = ValidList { attachments: BTreeSet::new(), read_at: SystemTime::UNIX_EPOCH };
         list.parse(text.as_bytes()).map(|()| list)
     }
 
