@@ -13,21 +13,13 @@ use super::{LIST_KEYS, Problem, STANDARD_KEYS};
 /// What an object is. It decides how the keys are compared.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ObjectKind {
-    /// A list or a plugin. Keys that differ only in case are equal, as in Go's structures.
-    Plugin,
-    /// The object `ipam` of a plugin, whose keys are compared as those of a plugin.
-    Ipam,
+    /// A list, a plugin or its `ipam`. Keys that differ only in case are equal, as in Go's
+    /// structures.
+    Structure,
     /// Keys are case-sensitive, as in Go's maps. Also used for objects of unknown structure.
     Map,
     /// As `Map`, but duplicate keys are errors, because tuning refuses them.
     Sysctls,
-}
-
-impl ObjectKind {
-    /// Whether keys that differ only in case are equal.
-    fn ignores_case(self) -> bool {
-        matches!(self, ObjectKind::Plugin | ObjectKind::Ipam)
-    }
 }
 
 /// Returns the document in `text`, with the keys of structures in their usual spelling. Adds a
@@ -42,7 +34,7 @@ pub(super) fn read(text: &str, problems: &mut Vec<Problem>) -> Result<Value, Pro
         return Err(Problem::error(position, format!("not JSON: {error}")));
     }
     let json = Json::parse(text.as_bytes()).map_err(|error| Problem::error("", format!("not JSON: {error}")))?;
-    Ok(read_value(&json, "", ObjectKind::Plugin, problems))
+    Ok(read_value(&json, "", ObjectKind::Structure, problems))
 }
 
 /// Adds to `document` the plugins that a runtime adds from the folder named after the network.
@@ -75,7 +67,7 @@ pub(super) fn add_plugins_of_folder(
             let Ok(raw) = plugin.members().to_bytes() else { continue };
             let Ok(json) = Json::parse(&raw) else { continue };
             // Problems of the folder's files are dropped: they have no position in this file.
-            plugins.push(read_value(&json, "", ObjectKind::Plugin, &mut Vec::new()));
+            plugins.push(read_value(&json, "", ObjectKind::Structure, &mut Vec::new()));
         }
         document["plugins"] = Value::Array(plugins);
     }
@@ -182,15 +174,15 @@ fn read_value(json: &Json, path: &str, kind: ObjectKind, problems: &mut Vec<Prob
         Json::Object(members) => members,
         scalar => return scalar.into(),
     };
+    let is_structure = kind == ObjectKind::Structure;
     let is_tuning = json.get("type").and_then(Json::as_str) == Some("tuning");
     let mut object = Map::new();
     for (original_key, value) in members {
         // The keys that other modules look up by name.
-        let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| kind.ignores_case());
+        let mut known = LIST_KEYS.iter().chain(&STANDARD_KEYS).filter(|_| is_structure);
         let usual = known.find(|usual| usual.eq_ignore_ascii_case(original_key));
         let key = usual.map_or(original_key.as_str(), |usual| *usual);
-        let is_same_key =
-            |other: &String| if kind.ignores_case() { other.eq_ignore_ascii_case(key) } else { other == key };
+        let is_same_key = |other: &String| if is_structure { other.eq_ignore_ascii_case(key) } else { other == key };
         let key_path = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
         if let Some(earlier_key) = object.keys().find(|other| is_same_key(other)).cloned() {
             problems.push(match kind {
@@ -198,16 +190,16 @@ fn read_value(json: &Json, path: &str, kind: ObjectKind, problems: &mut Vec<Prob
                 _ => Problem::warning(&key_path, "duplicate key: only the last value counts"),
             });
             // In Go's structures, `null` keeps the value of the earlier key.
-            if *value == Json::Null && kind.ignores_case() {
+            if *value == Json::Null && is_structure {
                 continue;
             }
             object.remove(&earlier_key);
         }
-        let value_kind = match (kind, key, value) {
-            (ObjectKind::Plugin, "plugins", Json::Array(_)) if path.is_empty() => ObjectKind::Plugin,
-            (ObjectKind::Plugin, "ipam", Json::Object(_)) => ObjectKind::Ipam,
-            (ObjectKind::Plugin, "sysctl", Json::Object(_)) if is_tuning => ObjectKind::Sysctls,
-            (_, _, Json::Object(_)) if key_path.ends_with("args.cni.sysctl") => ObjectKind::Sysctls,
+        let value_kind = match (key, value) {
+            ("plugins", Json::Array(_)) if path.is_empty() => ObjectKind::Structure,
+            ("ipam", Json::Object(_)) if is_structure => ObjectKind::Structure,
+            ("sysctl", Json::Object(_)) if is_structure && is_tuning => ObjectKind::Sysctls,
+            (_, Json::Object(_)) if key_path.ends_with("args.cni.sysctl") => ObjectKind::Sysctls,
             _ => ObjectKind::Map,
         };
         object.insert(key.to_owned(), read_value(value, &key_path, value_kind, problems));
