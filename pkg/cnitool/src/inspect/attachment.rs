@@ -98,9 +98,8 @@ impl AttachmentReport {
     fn add_container_facts(&mut self, entry: &Entry, result: &AddResult) -> cni_linux::Result<()> {
         let netlink = Netlink::open()?.open_in(&Netns::open(Path::new(&self.netns))?)?;
         let (links, ifname) = (netlink.list_links()?, self.id.ifname.clone());
-        let mut names: Vec<&str> = Vec::new();
-        for Interface { name, mac, mtu, .. } in result.interfaces.iter().filter(|one| !one.sandbox.is_empty()) {
-            names.push(name);
+        let mut listed = result.interfaces.iter().filter(|one| !one.sandbox.is_empty());
+        for Interface { name, mac, mtu, .. } in listed.clone() {
             let Some(link) = links.iter().find(|link| link.name == *name) else {
                 let problem = "in the result, but not in the namespace";
                 self.facts.push(Fact::differs("interface", [("name", json!(name))], problem));
@@ -117,7 +116,7 @@ impl AttachmentReport {
         }
         let own = links.iter().find(|link| link.name == ifname);
         // A result need not list CNI_IFNAME.
-        let unlisted = own.filter(|_| !names.contains(&ifname.as_str()));
+        let unlisted = own.filter(|_| !listed.any(|one| one.name == ifname));
         self.facts.extend(unlisted.map(|link| Fact::fine("interface", describe(link, &[]))));
         self.add_addresses(&netlink, &links, result)?;
         self.add_routes(&netlink, &links, result)?;
