@@ -111,10 +111,8 @@ fn of_object(snapshot: &Snapshot, Object { kind, name, place, owner, removal, ..
 fn del_command(snapshot: &Snapshot, attachment: &AttachmentId) -> Option<String> {
     let AttachmentId { network, container_id: container, ifname } = attachment;
     let is_plain = [network, container, ifname].iter().all(|word| word.bytes().all(is_plain_byte));
-    if !snapshot.is_configured(network) || !is_plain || container.starts_with('#') {
-        return None;
-    }
-    Some(quoted_del_command(attachment))
+    let is_configured = snapshot.networks.iter().any(|list| list.name() == network);
+    (is_configured && is_plain && !container.starts_with('#')).then(|| quoted_del_command(attachment))
 }
 
 /// Returns the command `cnitool del` for an attachment, with each name quoted if necessary.

@@ -3,7 +3,7 @@
 //! belongs to.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::SystemTime;
 
 use cni::config::NetConf;
@@ -20,7 +20,7 @@ use serde_json::json;
 use super::confs_of_type;
 use super::ipam::NetworkPool;
 use super::leftovers::quoted;
-use super::snapshot::ListedPool;
+use super::snapshot::{ListedPool, Snapshot};
 use crate::call::Context;
 use crate::report::Fact;
 
@@ -102,25 +102,21 @@ pub(crate) const HOST_PORT: &str = "host port";
 /// The kind of a reservation, and of a fact about one.
 pub(crate) const RESERVATION: &str = "reservation";
 
-/// Returns the objects of all attachments: rules, reservations, leases, backups and records.
+/// Returns the objects of all attachments: rules, reservations, leases, backups and records. The
+/// reservations, the leases and the networks are those of `snapshot`.
 ///
 /// # Errors
 /// - Code 5 if a folder or a file cannot be read; 6 if a configuration's path has the wrong type.
 /// - The kernel's error if the packet filter rules cannot be listed.
-pub(super) fn read(
-    networks: &[NetworkList],
-    pools: &[ListedPool],
-    leases: &[(PathBuf, Lease)],
-    context: &Context<'_>,
-) -> Result<Vec<Object>, Error> {
+pub(super) fn read(snapshot: &Snapshot, context: &Context<'_>) -> Result<Vec<Object>, Error> {
     let rules = list_container_rules(context.call.machine, &context.notes)?;
     let mut objects: Vec<Object> = rules.into_iter().map(of_rule).collect();
-    for ListedPool { pool, reservations, .. } in pools {
+    for ListedPool { pool, reservations, .. } in &snapshot.pools {
         objects.extend(reservations.iter().map(|reservation| of_reservation(pool, reservation)));
     }
-    objects.extend(leases.iter().map(|(socket, lease)| of_lease(socket, lease)));
-    add_backups(networks, &mut objects, &context.notes)?;
-    add_records(networks, &mut objects)?;
+    objects.extend(snapshot.leases.iter().map(|(socket, lease)| of_lease(socket, lease)));
+    add_backups(&snapshot.networks, &mut objects, &context.notes)?;
+    add_records(&snapshot.networks, &mut objects)?;
     Ok(objects)
 }
 

@@ -67,8 +67,9 @@ impl Snapshot {
         for socket in sockets(&networks) {
             leases.extend(leases::list(&socket)?.into_iter().map(|lease| (socket.clone(), lease)));
         }
-        let objects = objects::read(&networks, &pools, &leases, context)?;
-        Ok(Snapshot { networks, attachments, ifbs, objects, pools, leases })
+        let mut snapshot = Snapshot { networks, attachments, ifbs, objects: Vec::new(), pools, leases };
+        snapshot.objects = objects::read(&snapshot, context)?;
+        Ok(snapshot)
     }
 
     /// Returns the bridges that containers use: a bridge with a port in
@@ -82,10 +83,5 @@ impl Snapshot {
             masters.contains(&bridge.index) || (configured.contains(&bridge.name) && has_ports(bridge))
         };
         self.attachments.links.iter().filter(|link| link.is_bridge()).filter(is_used).collect()
-    }
-
-    /// Whether a network of this name is configured.
-    pub(crate) fn is_configured(&self, network: &str) -> bool {
-        self.networks.iter().any(|list| list.name() == network)
     }
 }
