@@ -69,10 +69,9 @@ impl From<Exit> for ExitCode {
 }
 
 /// How results and errors are written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     /// For people.
-    #[default]
     Text,
     /// For programs.
     Json,
@@ -105,7 +104,7 @@ pub(crate) fn failed(subject: impl Into<String>, error: Error, format: Format) -
 }
 
 /// The options of every verb.
-#[derive(Clone, Debug, Default, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every verb")]
 pub(crate) struct Shared {
     /// The networks' folder [NETCONFPATH, else /etc/cni/net.d]
