@@ -260,19 +260,19 @@ impl VerbRun<'_> {
         let mut outcomes: Vec<Result<(), Error>> = Vec::new();
         for cache in self.context.caches() {
             let Some(found) = cache.find(id).transpose() else { continue };
-            let Ok(entry) = found else {
-                outcomes.push(found.map(drop));
-                continue;
-            };
-            // Another ADD may have created it again since the decision.
-            let is_over = match evidence.list {
-                Some(_) => cache.written_at(id).is_some_and(|at| !evidence.is_young(at)),
-                None => NetnsPresence::at(&entry.attachment.netns, self.context.call.machine).is_gone(),
-            };
-            let recorded = entry.list().ok().filter(|list| list.name() == id.network);
-            let Some(list) = recorded.as_ref().or(lists.first()) else { continue };
-            let runtime = Runtime { cache, ..self.runtime.clone() };
-            outcomes.push(if is_over { runtime.del_stale(list, &entry.attachment) } else { Ok(()) });
+            outcomes.push(found.and_then(|entry| {
+                // Another ADD may have created it again since the decision.
+                let is_over = match evidence.list {
+                    Some(_) => cache.written_at(id).is_some_and(|at| !evidence.is_young(at)),
+                    None => NetnsPresence::at(&entry.attachment.netns, self.context.call.machine).is_gone(),
+                };
+                let recorded = entry.list().ok().filter(|list| list.name() == id.network);
+                let runtime = Runtime { cache, ..self.runtime.clone() };
+                match recorded.as_ref().or(lists.first()) {
+                    Some(list) if is_over => runtime.del_stale(list, &entry.attachment),
+                    _ => Ok(()),
+                }
+            }));
         }
         if outcomes.is_empty() {
             let (container_id, ifname) = (id.container_id.clone(), id.ifname.clone());
