@@ -47,7 +47,7 @@ pub(crate) fn run(data: &[u8]) {
         assert!(matches!(cache.find(&id), Ok(None) | Err(_)), "found an entry for {id:?} without a file");
         return;
     }
-    let listed = cache.list(&network).expect("failed to list the cache");
+    let listed = cache.list(Some(&network)).expect("failed to list the cache");
     assert!(
         listed
             .entries

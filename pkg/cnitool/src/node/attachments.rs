@@ -217,7 +217,7 @@ impl Attachments {
 pub(crate) fn read_caches(context: &Context<'_>, network: Option<&str>) -> Result<Listing, Error> {
     let mut all = Listing::default();
     for cache in context.caches() {
-        let Listing { entries, problems } = network.map_or_else(|| cache.list_all(), |name| cache.list(name))?;
+        let Listing { entries, problems } = cache.list(network)?;
         all.entries.extend(entries);
         all.problems.extend(problems);
     }

@@ -286,33 +286,26 @@ impl Cache {
         }
     }
 
-    /// Returns the entries of a network.
+    /// Returns the entries of `network`, or of all networks. Each file without a usable entry that
+    /// may belong to a wanted network is listed as a problem.
     ///
     /// # Errors
-    /// Code 5 if the folder or one of the network's files cannot be read.
-    pub fn list(&self, network: &str) -> Result<Listing> {
+    /// Code 5 if the folder or one of these files cannot be read.
+    pub fn list(&self, network: Option<&str>) -> Result<Listing> {
+        let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
+        let mut paths = paths_in(&self.folder).map_err(failed)?;
         // The files of a network `<network>-b` have this prefix too, so the entry's network is
         // compared.
-        self.list_entries(&format!("{network}-"), |entry| entry.network == network)
-    }
-
-    /// Returns the entries of all networks.
-    ///
-    /// # Errors
-    /// Code 5 if the folder or a file cannot be read.
-    pub fn list_all(&self) -> Result<Listing> {
-        self.list_entries("", |_| true)
-    }
-
-    /// Returns the entries that `is_wanted` accepts, from the files whose names begin with
-    /// `prefix`. Each of these files without a usable entry is listed as a problem, because it may
-    /// belong to the wanted network.
-    fn list_entries(&self, prefix: &str, is_wanted: impl Fn(&Entry) -> bool) -> Result<Listing> {
+        let prefix = network.map(|network| format!("{network}-")).unwrap_or_default();
+        paths.retain(|path| {
+            let name = path.file_name().unwrap_or_default();
+            name.as_encoded_bytes().starts_with(prefix.as_bytes()) && name != OWN_FOLDER
+        });
         let mut listing = Listing::default();
-        for path in self.list_files(prefix)? {
+        for path in paths {
             let problem = match read(&path)? {
                 Content::Absent => continue, // another process has just removed the file
-                Content::Entry(entry) if !is_wanted(&entry) => continue,
+                Content::Entry(entry) if network.is_some_and(|network| network != entry.network) => continue,
                 Content::Entry(entry) if path == self.folder.join(file_name(&entry.id())) => {
                     listing.entries.push(*entry);
                     continue;
@@ -324,21 +317,6 @@ impl Cache {
             listing.problems.push(format!("{}: {problem}", path.display()));
         }
         Ok(listing)
-    }
-
-    /// Returns the paths of the files whose names begin with `prefix`, sorted. The list is empty if
-    /// the folder does not exist.
-    ///
-    /// # Errors
-    /// Code 5 if the folder cannot be read.
-    fn list_files(&self, prefix: &str) -> Result<Vec<PathBuf>> {
-        let failed = |error| Error::caused(Code::IO, format_args!("failed to list {}", self.folder.display()), error);
-        let mut paths = paths_in(&self.folder).map_err(failed)?;
-        paths.retain(|path| {
-            let name = path.file_name().unwrap_or_default();
-            name.as_encoded_bytes().starts_with(prefix.as_bytes()) && name != OWN_FOLDER
-        });
-        Ok(paths)
     }
 
     /// Removes the temporary files of processes that were killed while they wrote an entry. Other

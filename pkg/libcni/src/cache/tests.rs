@@ -79,7 +79,7 @@ fn a_bare_result_of_old_releases_is_understood() {
     assert_eq!(entry.result_as(Version::V0_4_0).unwrap().unwrap().get(), old);
     let newer = entry.result_as(Version::V1_0_0).unwrap().unwrap();
     assert_eq!(newer.get(), r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.2.3/24"}]}"#);
-    assert_eq!(cache.list("n").unwrap().problems.len(), 1);
+    assert_eq!(cache.list(Some("n")).unwrap().problems.len(), 1);
 }
 
 #[test]
@@ -94,7 +94,7 @@ fn a_shared_file_name_belongs_to_the_recorded_attachment() {
     assert!(error.code() == Code::CONFLICT && error.msg().ends_with("eth0 of container c in network a-b"), "{error}");
     cache.purge(&mine).unwrap();
     assert!(cache.find(&other).unwrap().is_some());
-    assert_eq!((cache.list("a").unwrap().entries.len(), cache.list("a-b").unwrap().entries.len()), (0, 1));
+    assert_eq!((cache.list(Some("a")).unwrap().entries.len(), cache.list(Some("a-b")).unwrap().entries.len()), (0, 1));
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn damaged_files_are_reported_and_left_alone() {
         ("n2-c1-eth0", "garbage of another network"),
     ]);
     assert_eq!(cache.find(&id()).unwrap_err().code(), Code::DECODE);
-    let listing = cache.list("n").unwrap();
+    let listing = cache.list(Some("n")).unwrap();
     assert_eq!((listing.entries.len(), listing.problems.len()), (0, 3), "{listing:?}");
     cache.purge(&id()).unwrap();
     assert!(!cache.path(&id()).unwrap().exists());
@@ -140,11 +140,11 @@ fn damaged_files_are_reported_and_left_alone() {
 #[test]
 fn folder_errors_are_reported_and_an_absent_folder_is_empty() {
     let (guard, cache) = cache();
-    assert!(cache.list("n").unwrap().entries.is_empty());
+    assert!(cache.list(Some("n")).unwrap().entries.is_empty());
     cache.purge(&id()).unwrap();
     fs::write(guard.path().join("cni"), "a file").unwrap();
     assert_eq!(cache.prepare_for_add(&id()).unwrap_err().code(), Code::IO);
-    assert!(cache.list("n").is_err());
+    assert!(cache.list(Some("n")).is_err());
 }
 
 #[test]
@@ -187,12 +187,12 @@ fn a_file_that_is_not_regular_never_blocks() {
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let found = cache.find(&id()).unwrap_err();
-        let listing = cache.list("n").unwrap();
+        let listing = cache.list(Some("n")).unwrap();
         cache.clean().unwrap();
         cache.write(&entry(AttachmentId::new("n", "c2", "eth0"))).unwrap();
         cache.prepare_for_add(&id()).unwrap();
         cache.purge(&id()).unwrap();
-        sender.send((found, listing, cache.list("n").unwrap())).unwrap();
+        sender.send((found, listing, cache.list(Some("n")).unwrap())).unwrap();
     });
     let (found, before, after) = receiver.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
     assert!(found.code() == Code::DECODE && found.msg().ends_with("it is not a regular file"), "{found}");
@@ -209,7 +209,7 @@ fn a_link_out_of_the_folder_is_not_followed() {
     fs::rename(&path, &outside).unwrap();
     std::os::unix::fs::symlink(&outside, &path).unwrap();
     assert_eq!(cache.find(&id()).unwrap_err().code(), Code::DECODE);
-    let listing = cache.list("n").unwrap();
+    let listing = cache.list(Some("n")).unwrap();
     assert_eq!((listing.entries.len(), listing.problems.len()), (0, 1), "{listing:?}");
     cache.write(&entry(id())).unwrap();
     assert!(cache.find(&id()).unwrap().is_some() && path.symlink_metadata().unwrap().is_file());
@@ -243,7 +243,7 @@ fn writers_at_once_never_mix_their_entries() {
             });
         }
     });
-    let listing = cache.list("n").unwrap();
+    let listing = cache.list(Some("n")).unwrap();
     assert_eq!((listing.entries.len(), listing.problems.len()), (400, 0));
 }
 
@@ -257,9 +257,9 @@ fn all_networks_are_listed_and_what_is_ours_alone_is_none() {
         cache.write(&entry).unwrap();
     }
     fs::write(folder.path().join("results/garbage"), "{").unwrap();
-    let all = cache.list_all().unwrap();
+    let all = cache.list(None).unwrap();
     let names: Vec<_> = all.entries.iter().map(|entry| entry.network.as_str()).collect();
     assert_eq!((names.join(" ").as_str(), all.problems.len()), ("net-b net other", 1), "{:?}", all.problems);
-    let one = cache.list("net").unwrap();
+    let one = cache.list(Some("net")).unwrap();
     assert_eq!((one.entries.len(), one.problems.len()), (1, 0), "{:?}", one.problems);
 }

@@ -191,7 +191,7 @@ impl Runtime<'_> {
     /// - Code 7 if the network's name is invalid.
     pub fn stale(&self, list: &NetworkList, valid: &ValidAttachments) -> Result<Listing> {
         ident::check_network_name(list.name())?;
-        let mut listing = self.cache.list(list.name())?;
+        let mut listing = self.cache.list(Some(list.name()))?;
         listing
             .entries
             .retain(|Entry { attachment, .. }| !valid.contains(&attachment.container_id, &attachment.ifname));

@@ -27,7 +27,7 @@ pub(super) struct Cached {
 
 /// Returns the attachments in the result cache whose configuration names one of these sockets.
 pub(super) fn list(cache: &Path, sockets: &[&Path]) -> cni::Result<Vec<Cached>> {
-    let entries = Cache::new(cache).list_all()?.entries;
+    let entries = Cache::new(cache).list(None)?.entries;
     Ok(entries.iter().filter_map(|entry| read(entry, sockets)).collect())
 }
 
