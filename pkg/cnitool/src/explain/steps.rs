@@ -37,8 +37,7 @@ pub(super) struct Step {
 }
 
 /// Returns the plugin's steps in the order in which they ended. `log` has the lines that were added
-/// during the run. If one of them made the plugin
-/// fail, its `is_cause` is true.
+/// during the run. If one of them made the plugin fail, its `is_cause` is true.
 pub(super) fn steps_of(run: &PluginRun, log: &str) -> Vec<Step> {
     let mut steps: Vec<Step> = log.lines().filter_map(parse_line).collect();
     // The last line is the summary of the plugin's own run, which `run` already has.
