@@ -121,18 +121,7 @@ pub(crate) struct Shared {
     json: bool,
     /// Use colours [auto]
     #[arg(long, global = true, value_name = "WHEN", value_parser = ["auto", "always", "never"])]
-    color: Option<String>,
-}
-
-impl Shared {
-    /// Returns the colours that the option requests, or `None` if the streams decide.
-    pub(crate) fn color_mode(&self) -> Option<ColorMode> {
-        match self.color.as_deref() {
-            Some("always") => Some(ColorMode::Coloured),
-            Some("never") => Some(ColorMode::Plain),
-            _ => None,
-        }
-    }
+    pub(crate) color: Option<String>,
 }
 
 /// The options of all verbs, and the input of the call that they complete.

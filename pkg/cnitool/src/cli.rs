@@ -10,7 +10,7 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::Shell;
 use cni::skel;
 
-use crate::call::{Call, Context, Exit, Failure, Shared, Streams, failed};
+use crate::call::{Call, ColorMode, Context, Exit, Failure, Shared, Streams, failed};
 use crate::network::Command;
 use crate::{doctor, explain, generate, inspect, ipam, metrics, network, rules, schema, validate};
 
@@ -284,8 +284,10 @@ pub(crate) fn run(call: &Call<'_>, streams: &mut Streams<'_>) -> Result<Exit, Fa
     let args = std::iter::once("cnitool".into()).chain(call.args.iter().cloned());
     let matches = with_layout(parser()).try_get_matches_from(args).map_err(parser_failure)?;
     let Cli { verb, shared } = Cli::from_arg_matches(&matches).map_err(parser_failure)?;
-    if let Some(mode) = shared.color_mode() {
-        (streams.stdout_style, streams.stderr_style) = (mode, mode);
+    match shared.color.as_deref() {
+        Some("always") => (streams.stdout_style, streams.stderr_style) = (ColorMode::Coloured, ColorMode::Coloured),
+        Some("never") => (streams.stdout_style, streams.stderr_style) = (ColorMode::Plain, ColorMode::Plain),
+        _ => {} // the streams decide
     }
     let context = Context { shared, call, notes: streams.notes.clone() };
     let (subject, outcome) = match verb {
