@@ -127,7 +127,7 @@ impl NetworkList {
     }
 
     /// Returns the list with another version.
-    pub(super) fn with_version(&self, version: Version) -> NetworkList {
+    pub fn with_version(&self, version: Version) -> NetworkList {
         NetworkList { cni_version: version.as_str().to_owned(), ..self.clone() }
     }
 

@@ -3,6 +3,7 @@
 
 use cni::delegate::{check_plugin_name, find_plugin};
 use cni::rollback::Notes;
+use cni::version::Version;
 use cni_cluster::pool;
 use cni_firewall::portmap::Mapping;
 use cni_ipam::Range;
@@ -10,15 +11,12 @@ use cni_linux::Stacked;
 use libcni::{NetworkList, Runtime};
 use plugin_cluster_local::Keys;
 use plugin_host_local::Pool;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::document::ListedPlugin;
 use super::{Problem, chain, document, has_error};
 use crate::call::Context;
 use crate::node::{confs_of_type, reserving_confs};
-
-/// The first version that has STATUS.
-const STATUS_VERSION: &str = "1.1.0";
 
 /// Returns the problems that the document with these plugins has on this host.
 /// `problems_everywhere` are the problems that it has on every host.
@@ -36,7 +34,7 @@ pub(super) fn check(
     // STATUS checks that the kernel supports what the plugins need. It is not run after an error,
     // because it would report the same error again.
     if !has_error(problems_everywhere) && problems.is_empty() {
-        problems.extend(check_status(document, &runtime));
+        problems.extend(check_status(&list, &runtime));
     }
     // A host-device plugin may move the interface with the host's only default routes.
     problems.extend(confs_of_type(&list, "host-device").filter_map(|(index, conf)| {
@@ -65,16 +63,15 @@ fn missing_plugins(plugins: &[ListedPlugin<'_>], runtime: &Runtime<'_>) -> Vec<P
     problems
 }
 
-/// Runs STATUS of the document's plugins, and returns its error as a problem. Does nothing if one
-/// of the plugins does not support STATUS.
-fn check_status(document: &Value, runtime: &Runtime<'_>) -> Option<Problem> {
-    // With an older version in the document, STATUS would not be run.
-    let mut newer_document = document.clone();
-    newer_document["cniVersion"] = json!(STATUS_VERSION);
-    newer_document.as_object_mut()?.remove("cniVersions");
-    let list = document::load(&newer_document).ok()?;
+/// Runs STATUS of a network's plugins, and returns its error as a problem. Does nothing if one of
+/// the plugins does not support STATUS.
+fn check_status(list: &NetworkList, runtime: &Runtime<'_>) -> Option<Problem> {
+    // Older versions have no STATUS.
+    let first_version = Version::V1_1_0;
+    let list = list.with_version(first_version);
     let has_status = |kind: &str| {
-        runtime.supported_versions(kind).is_ok_and(|versions| versions.iter().any(|version| version == STATUS_VERSION))
+        let versions = runtime.supported_versions(kind);
+        versions.is_ok_and(|versions| versions.iter().any(|version| version == first_version.as_str()))
     };
     if !list.plugins().iter().all(|plugin| has_status(plugin.kind())) {
         return None;
