@@ -42,15 +42,16 @@ pub enum Purpose {
     Egress,
 }
 
-impl std::fmt::Display for Purpose {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
+impl Purpose {
+    /// Returns the word for the purpose.
+    pub fn as_str(self) -> &'static str {
+        match self {
             Purpose::Masquerade => "masquerade",
             Purpose::PortMap => "portmap",
             Purpose::SpoofCheck => "macspoofchk",
             Purpose::Forward => "firewall",
             Purpose::Egress => "egress",
-        })
+        }
     }
 }
 

@@ -122,15 +122,9 @@ pub(super) fn read(snapshot: &Snapshot, context: &Context<'_>) -> Result<Vec<Obj
 
 /// Returns a packet filter rule.
 fn of_rule(ContainerRule { purpose, place, owner, text, removal }: ContainerRule) -> Object {
-    let kind = match purpose {
-        Purpose::Masquerade => "masquerade",
-        Purpose::PortMap => HOST_PORT,
-        Purpose::SpoofCheck => "macspoofchk",
-        Purpose::Forward => "firewall",
-        Purpose::Egress => "egress",
-    };
+    let kind = if purpose == Purpose::PortMap { HOST_PORT } else { purpose.as_str() };
     let fact = Fact::fine(kind, [("rule", json!(text)), ("place", json!(place))]);
-    let (name, owner) = (format!("{purpose}: {text}"), Owner::Rule(owner));
+    let (name, owner) = (format!("{}: {text}", purpose.as_str()), Owner::Rule(owner));
     Object { kind: "rule", name, place, owner, fact, removal, since: None }
 }
 
