@@ -22,19 +22,22 @@ const ROOT: &str = "/proc/sys";
 /// /proc/sys.
 pub fn path(name: &str) -> Result<PathBuf> {
     let is_dotted = name.find(['.', '/']).is_some_and(|first| name[first..].starts_with('.'));
-    let mut relative = String::new();
-    for char in name.chars() {
-        relative.push(match char {
-            '.' if is_dotted => '/',
-            '/' if is_dotted => '.',
-            other => other,
-        });
-    }
+    let relative = if is_dotted { swap_separators(name) } else { name.to_owned() };
     if name.contains('\0') || relative.split('/').any(|part| matches!(part, "" | "." | "..")) {
         let cause = Cause::text("a part of the name is empty, `.` or `..`, or contains a zero byte");
         return Err(Error::new(format_args!("failed to find sysctl {name:?}"), cause));
     }
     Ok(Path::new(ROOT).join(relative))
+}
+
+/// Returns the other spelling of a name, with dots for slashes and slashes for dots.
+pub fn swap_separators(name: &str) -> String {
+    let swap = |letter| match letter {
+        '.' => '/',
+        '/' => '.',
+        other => other,
+    };
+    name.chars().map(swap).collect()
 }
 
 /// Returns the value of a sysctl, without its final newline.

@@ -11,6 +11,7 @@
 //! is written permits both.
 
 use cni::{Error, Result};
+use cni_linux::sysctl::swap_separators;
 
 /// The placeholder for CNI_IFNAME.
 const PLACEHOLDER: &str = "IFNAME";
@@ -84,7 +85,7 @@ impl Reading {
     /// If [the name could select another sysctl](Reading::could_ifname_select_another_sysctl), a
     /// pattern must match the path too.
     pub(crate) fn is_permitted(&self, written: &str, matches_a_pattern: impl Fn(&str) -> bool) -> bool {
-        let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swapped(path));
+        let matches = |path: &str| matches_a_pattern(path) || matches_a_pattern(&swap_separators(path));
         if !matches_a_pattern(written) && !matches(&self.template) {
             return false;
         }
@@ -110,7 +111,7 @@ fn templates(written: &str) -> impl Iterator<Item = String> {
     let first_separator = written.find(['.', '/']).map(|index| written.as_bytes()[index]);
     // If dots are the separators, a slash stands for a dot within a name.
     let sysctl8 = match first_separator {
-        Some(b'.') => swapped(written),
+        Some(b'.') => swap_separators(written),
         _ => written.to_owned(),
     };
     let sysctl8 = Some(sysctl8).filter(|path| *path != go);
@@ -122,16 +123,6 @@ fn templates(written: &str) -> impl Iterator<Item = String> {
 fn as_go_reports(written: &str, ifname: &str) -> String {
     let key = written.replace('.', "/");
     if ifname.is_empty() { key } else { key.replacen(PLACEHOLDER, ifname, 1) }
-}
-
-/// Returns the other spelling of a name: with dots for slashes and slashes for dots.
-fn swapped(name: &str) -> String {
-    let swap = |letter| match letter {
-        '.' => '/',
-        '/' => '.',
-        other => other,
-    };
-    name.chars().map(swap).collect()
 }
 
 /// Returns a key or a value for a message: quoted, and a long one shortened as by [`cut`].

@@ -37,21 +37,12 @@ pub(super) fn forwarding(node: &Examined<'_>) -> CheckOutcome {
         sysctls.extend(gateways.iter().filter_map(|link| disabled_forwarding(link, family).ok().flatten()));
     }
     sysctls.dedup();
-    for name in sysctls.iter().map(|name| dotted(name)) {
+    // sysctl(8) writes a name with dots.
+    for name in sysctls.iter().map(|name| sysctl::swap_separators(name)) {
         let problem = "is 0: containers reach their bridge, but no other network";
         outcome.add(&name, problem, format!("sysctl -w {}=1", quoted(&name)));
     }
     outcome.with_summary("the host forwards packets of containers")
-}
-
-/// Returns the name of a sysctl as sysctl(8) writes it, with `.` and `/` swapped.
-fn dotted(name: &str) -> String {
-    let swap = |c| match c {
-        '/' => '.',
-        '.' => '/',
-        other => other,
-    };
-    name.chars().map(swap).collect()
 }
 
 /// Checks that the bridges, the two ends of each attachment's link, and the other ports of the
@@ -223,7 +214,7 @@ pub(super) fn rp_filter(node: &Examined<'_>) -> Result<CheckOutcome, Error> {
                         bridge.name
                     );
                     // The loose mode is the largest value, so it takes effect whatever `all` is.
-                    let name = dotted(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
+                    let name = sysctl::swap_separators(&format!("net/ipv4/conf/{}/rp_filter", bridge.name));
                     outcome.add(object, problem, format!("sysctl -w {}={LOOSE_RP_FILTER}", quoted(&name)));
                     break;
                 }
