@@ -120,7 +120,7 @@ fn markdown(results: &Results) -> String {
         text.push_str(&format!("- {name}: {value}\n"));
     }
     text.push('\n');
-    text.push_str(&targets_table(results));
+    text.push_str(&table("Targets", "what | target | reached | kept", targets::lines(results)));
     for group in GROUPS {
         text.push_str(&group_table(results, group));
     }
@@ -129,19 +129,6 @@ fn markdown(results: &Results) -> String {
         text.push_str(&format!("- Not measured: {reason}\n"));
     }
     text
-}
-
-/// Returns the table of targets.
-fn targets_table(results: &Results) -> String {
-    let rows = targets::all(results).into_iter().map(|target| {
-        let kept = match target.kept {
-            Some(true) => "yes",
-            Some(false) => "no",
-            None => "-",
-        };
-        vec![target.what, target.bound, target.reached, kept.to_owned()]
-    });
-    table("Targets", "what | target | reached | kept", rows)
 }
 
 /// Formats a number, or returns `-` if there is none or it is not finite.
@@ -195,7 +182,7 @@ fn capital(text: &str) -> String {
     letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
 }
 
-/// Returns all results as JSON.
+/// Returns all figures as JSON.
 fn as_json(results: &Results) -> Value {
     let machine: Map<String, Value> =
         results.machine.iter().map(|(name, value)| (name.clone(), value.clone().into())).collect();
@@ -206,7 +193,7 @@ fn as_json(results: &Results) -> Value {
         })
     });
     json!({
-        "machine": machine, "targets": targets::all(results), "operations": rows.collect::<Value>(),
-        "sizes": results.sizes, "not_measured": results.not_measured,
+        "machine": machine, "operations": rows.collect::<Value>(), "sizes": results.sizes,
+        "not_measured": results.not_measured,
     })
 }

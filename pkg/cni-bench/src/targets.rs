@@ -1,29 +1,23 @@
 //! The project's performance targets, compared with the figures of this run.
 
-use serde::Serialize;
-
 use crate::cases::{AT_ONCE, CHAINS, FIVE, RESERVATIONS, SIMPLE, START, Side, WHOLE, at_once_name};
 use crate::measure::{Results, Row};
 
-/// A target, and the figure that this run reached.
-#[derive(Debug, Serialize)]
-pub(crate) struct Target {
-    pub(crate) what: String,
-    #[serde(rename = "target")]
-    pub(crate) bound: String,
-    pub(crate) reached: String,
-    /// Whether the figure is within the bound; `None` if this run did not measure it.
-    pub(crate) kept: Option<bool>,
+/// Returns a line of the table: a target with an upper bound, the figure that this run reached, and
+/// whether the figure is within the bound. `reached` is `None` if it was not measured.
+fn at_most(what: impl Into<String>, bound: f64, unit: &str, reached: Option<f64>) -> Vec<String> {
+    let text = |value| format!("{}{unit}", short(value));
+    line(what.into(), format!("at most {}", text(bound)), reached.map(|value| (text(value), value <= bound)))
 }
 
-/// Returns a target with an upper bound. `reached` is `None` if it was not measured.
-fn at_most(what: impl Into<String>, bound: f64, unit: &str, reached: Option<f64>) -> Target {
-    Target {
-        what: what.into(),
-        bound: format!("at most {}{unit}", short(bound)),
-        reached: reached.map_or("not measured".to_owned(), |value| format!("{}{unit}", short(value))),
-        kept: reached.map(|value| value <= bound),
-    }
+/// Returns a line of the table. `reached` is the figure, and whether it is within the bound.
+fn line(what: String, bound: String, reached: Option<(String, bool)>) -> Vec<String> {
+    let (reached, kept) = match reached {
+        Some((figure, true)) => (figure, "yes"),
+        Some((figure, false)) => (figure, "no"),
+        None => ("not measured".to_owned(), "-"),
+    };
+    vec![what, bound, reached, kept.to_owned()]
 }
 
 /// Formats a number with about three significant digits.
@@ -37,8 +31,9 @@ pub(crate) fn short(value: f64) -> String {
     }
 }
 
-/// Returns all targets, with the figures of these results.
-pub(crate) fn all(results: &Results) -> Vec<Target> {
+/// Returns the lines of the table of targets, with the figures of these results: what is measured,
+/// the target, the figure, and whether the figure is within the target.
+pub(crate) fn lines(results: &Results) -> Vec<Vec<String>> {
     let whole = WHOLE.name();
     let row = |case: &str, side, verb| results.row(CHAINS, case, side, verb);
     let wall = |row: Option<&Row>| row.map(|row| row.wall.median());
@@ -68,12 +63,8 @@ pub(crate) fn all(results: &Results) -> Vec<Target> {
         let per_second = |side| results.row(AT_ONCE, &case, side, "ADD").map(|row| row.per_second.median());
         let times = ratio(per_second(side), per_second(Side::Theirs));
         let backend = if spec == SIMPLE { String::new() } else { format!(", {}", backend(side)) };
-        targets.push(Target {
-            what: format!("64 ADDs of {} at once{backend}: attachments per second, times theirs", spec.name()),
-            bound: "at least 6".to_owned(),
-            reached: times.map_or("not measured".to_owned(), short),
-            kept: times.map(|times| times >= 6.0),
-        });
+        let what = format!("64 ADDs of {} at once{backend}: attachments per second, times theirs", spec.name());
+        targets.push(line(what, "at least 6".to_owned(), times.map(|times| (short(times), times >= 6.0))));
     }
     for side in [Side::Ours, Side::OursNft] {
         let peak_of = |side| peak(row(&whole, side, "ADD"));
