@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::call::{Call, Streams, children_cpu};
 use crate::cases::Ready;
-use crate::error::{Doing as _, Error, Result};
+use crate::error::{Doing as _, Result};
 use crate::world::World;
 
 /// The cost and the results of one verb for many attachments at once.
@@ -107,6 +107,6 @@ pub(crate) fn run(world: &World, ready: &Ready, round: usize, verb: &'static str
     crowd.cpu = children_cpu()? - before;
     match failure {
         None => Ok(crowd),
-        Some(error) => Err(Error::new(format!("{count} at once: {error}"))),
+        Some(error) => Err(format!("{count} at once: {error}")),
     }
 }

@@ -14,7 +14,7 @@ use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use serde_json::Value;
 
-use crate::error::{Doing as _, Error, Result};
+use crate::error::{Doing as _, Result};
 
 /// A call of a plugin.
 #[derive(Clone, Debug)]
@@ -87,7 +87,7 @@ impl Streams {
             Err(_) => stdout,
         };
         let why: String = format!("{} {}", message.trim(), stderr.trim()).chars().take(400).collect();
-        Err(Error::new(format!("{call} failed: {}", why.trim())))
+        Err(format!("{call} failed: {}", why.trim()))
     }
 }
 

@@ -9,7 +9,7 @@ use std::fs;
 
 use crate::alone;
 use crate::cases::{self, ALONE, CHAINS, Case, ChainSpec, Folders, Plugins, SIMPLE, START, Side, WHOLE};
-use crate::error::{Doing as _, Error, Result};
+use crate::error::{Doing as _, Result};
 use crate::full::{FullNode, Maker};
 use crate::measure;
 use crate::options::Guard;
@@ -82,7 +82,7 @@ impl Line {
 
     /// Parses a line of the table.
     fn parse(line: &str) -> Result<Line> {
-        let invalid = || Error::new(format!("{line:?} is not an operation followed by its counts"));
+        let invalid = || format!("{line:?} is not an operation followed by its counts");
         let words: Vec<&str> = line.split_whitespace().collect();
         let columns = if line.contains(ON_FULL_NODE) { COLUMNS.len() } else { COLUMNS.len() - 2 };
         let (what, counts) = words.split_at(words.len().checked_sub(columns).ok_or_else(invalid)?);
@@ -262,9 +262,7 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let lines = lines.map(Line::parse).collect::<Result<Vec<Line>>>().doing(format_args!("invalid table {path}"))?;
     if lines.is_empty() && !options.update {
-        return Err(Error::new(format!(
-            "{path} is empty, so there is nothing to compare with; scripts/bench --counts writes it"
-        )));
+        return Err(format!("{path} is empty, so there is nothing to compare with; scripts/bench --counts writes it"));
     }
     Ok(lines)
 }
@@ -281,7 +279,7 @@ fn count(world: &World, folders: &Folders, case: &Case, side: Side, all: &mut Ve
         }
         for (verb, counts) in counted {
             if counts.syscalls == 0 {
-                return Err(Error::new(format!("the tracer counted no system call of {verb}")));
+                return Err(format!("the tracer counted no system call of {verb}"));
             }
             let what = format!("{} {verb}, {}", case.name, side.label());
             match all.iter_mut().find(|(other, _)| *other == what) {

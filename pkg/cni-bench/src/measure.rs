@@ -10,7 +10,7 @@ use crate::burst;
 use crate::call::{Call, Cost};
 use crate::cases::{self, Case, Folders, Plugins, Ready, SIMPLE, Side};
 use crate::chain::Attachment;
-use crate::error::{Doing as _, Error, Result};
+use crate::error::{Doing as _, Result};
 use crate::options::Measure;
 use crate::report;
 use crate::stats::Samples;
@@ -306,7 +306,7 @@ fn measure_crowd(
     for verb in ["ADD", "DEL"] {
         let crowd = burst::run(world, ready, round, verb, &added)?;
         if crowd.latencies.len() != count {
-            return Err(Error::new(format!("only {} of {count} attachments ended", crowd.latencies.len())));
+            return Err(format!("only {} of {count} attachments ended", crowd.latencies.len()));
         }
         let row = row_mut(rows, case, ready.side, verb);
         row.per_second.push(count as f64 / crowd.wall * 1e3);

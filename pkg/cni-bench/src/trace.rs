@@ -20,7 +20,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::call::{Call, Streams};
-use crate::error::{Doing as _, Error, Result};
+use crate::error::{Doing as _, Result};
 
 /// The script of a shell that reads a line from the file `$1` and then becomes the program `$0`, in
 /// the environment that the shell was given.
@@ -132,7 +132,7 @@ fn follow(root: Pid, folder: &Path, mut fifo: File) -> Result<(bool, Counts)> {
             WaitStatus::Stopped(pid, signal) => resume(pid, Some(signal))?,
             WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, tracer.counts)),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {
-                return Err(Error::new(format!("its process was ended by {signal}")));
+                return Err(format!("its process was ended by {signal}"));
             }
             _ => {}
         }

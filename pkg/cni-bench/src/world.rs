@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
 
-use crate::error::{Doing as _, Error, Result};
+use crate::error::{Doing as _, Result};
 
 /// The scratch folder, a tmpfs that only this process and its children see.
 const SCRATCH: &str = "/run";
@@ -125,7 +125,7 @@ impl Process {
                 }
             };
             let printed = fs::read_to_string(log).unwrap_or_default();
-            return Err(Error::new(format!("`{shown}` {problem}. Its output: {:?}", printed.trim())));
+            return Err(format!("`{shown}` {problem}. Its output: {:?}", printed.trim()));
         }
         Ok(process)
     }
@@ -162,7 +162,7 @@ pub(crate) fn feed(argv: &[&str], input: &str) -> Result<String> {
     }
     let output = child.wait_with_output().doing(format_args!("failed to run `{shown}`"))?;
     if !output.status.success() {
-        return Err(Error::new(format!("`{shown}` failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
+        return Err(format!("`{shown}` failed: {}", String::from_utf8_lossy(&output.stderr).trim()));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
