@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::cases::{FIREWALL, PLAIN, Side, backend, ipam, portmap, tuning};
+use crate::cases::{FIREWALL, HOST_PORT, PLAIN, Side, backend, ipam, portmap, tuning};
 use crate::error::{Doing as _, Result};
-use crate::world::{Process, World, feed, run};
+use crate::world::{Node, Process, feed, run};
 
 /// A plugin as it is measured alone.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ pub(crate) static ALL: &[Alone] = &[
         )
     },
     chained_plugin("tuning", |_, _| tuning()),
-    chained_plugin("portmap", |side, _| portmap(side, 1)).with_sides(&FIREWALL),
+    chained_plugin("portmap", |side, _| portmap(side, HOST_PORT, 1)).with_sides(&FIREWALL),
     chained_plugin("firewall", |side, _| json!({"type": "firewall", "backend": backend(side)})).with_sides(&FIREWALL),
     chained_plugin("bandwidth", |_, _| {
         json!({"type": "bandwidth", "ingressRate": 10_000_000, "ingressBurst": 1_000_000,
@@ -140,33 +140,29 @@ impl Alone {
     /// Returns why this machine cannot run the plugin, or `None` if it can. For a plugin with
     /// `probe`, tries to create such a link on a new node, which the calling thread enters; any
     /// error of ip(8) means that the kernel lacks this kind of link.
-    pub(crate) fn obstacle(&self, world: &World) -> Result<Option<&'static str>> {
+    pub(crate) fn obstacle(&self) -> Result<Option<&'static str>> {
         if self.place == Place::Dhcp && run(&["dnsmasq", "--version"]).is_err() {
             return Ok(Some("there is no dnsmasq in PATH (Debian's package dnsmasq-base)"));
         }
         let Some(link) = self.probe else { return Ok(None) };
-        world.create_node()?;
+        Node::create()?;
         ip(None, "link add eth0 type veth peer name outside")?;
         let added = ip(None, &format!("link add probe0 {link}"));
         Ok(added.err().map(|_| "this kernel does not support such links"))
     }
 
     /// Prepares the current node: `eth0` with the default route, and `dev0` and `dev2` for bond and
-    /// host-device.
-    pub(crate) fn set_up_node(&self) -> Result<()> {
+    /// host-device. For flannel, also writes the file that flanneld would write; for cluster-local,
+    /// a block that the node holds. For dhcp, also creates the container's interface, which stays
+    /// for all rounds, and starts a DHCP server at its other end and the daemon of the plugin in
+    /// `dir`. Returns both processes, or nothing for other plugins.
+    pub(crate) fn set_up_node(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
         ip(
             None,
             "link add eth0 type veth peer name outside\nlink set outside up\nlink set eth0 up\n\
              addr add 192.0.2.1/24 dev eth0\nroute add default via 192.0.2.2\nlink add dev0 type veth peer name dev1\n\
              link add dev2 type veth peer name dev3\n",
-        )
-    }
-
-    /// For dhcp, creates the container's interface, which stays for all rounds, starts a DHCP
-    /// server at its other end and the daemon of the plugin in `dir`, and returns both processes.
-    /// For flannel, writes the file that flanneld would write; for cluster-local, a block that the
-    /// node holds. Does nothing for other plugins.
-    pub(crate) fn start_servers(&self, dir: &Path, data: &Path, netns: &Path) -> Result<Vec<Process>> {
+        )?;
         if self.name == "flannel" {
             let lease =
                 "FLANNEL_NETWORK=10.9.0.0/16\nFLANNEL_SUBNET=10.9.0.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
@@ -208,15 +204,17 @@ impl Alone {
         Ok(vec![server, daemon])
     }
 
-    /// For a chained plugin, creates the interface that the previous plugin of the list would have
-    /// created.
-    pub(crate) fn add_interface(&self, netns: &Path) -> Result<()> {
-        if self.place == Place::Chained { create_interface(netns) } else { Ok(()) }
-    }
-
-    /// Removes the interface that [`add_interface`](Alone::add_interface) created.
-    pub(crate) fn remove_interface(&self) -> Result<()> {
-        if self.place == Place::Chained { ip(None, "link del host0") } else { Ok(()) }
+    /// Runs `work` and returns its result. For a chained plugin, the container has an interface
+    /// during `work`, as if an earlier plugin of the list had created it. The interface stays if
+    /// `work` fails, because the case then ends and its node is removed.
+    pub(crate) fn with_interface<T>(&self, netns: &Path, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.place != Place::Chained {
+            return work();
+        }
+        create_interface(netns)?;
+        let value = work()?;
+        ip(None, "link del host0")?;
+        Ok(value)
     }
 }
 

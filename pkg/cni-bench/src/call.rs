@@ -5,11 +5,12 @@
 //! CPU time is that of the process and its own children.
 
 use std::fs::File;
-use std::io::{Read as _, Seek as _, Write as _};
+use std::io::{self, Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Instant;
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use serde_json::Value;
@@ -35,41 +36,18 @@ pub(crate) struct Cost {
     pub(crate) cpu: f64,
 }
 
-impl std::ops::AddAssign for Cost {
-    fn add_assign(&mut self, other: Cost) {
-        self.wall += other.wall;
-        self.cpu += other.cpu;
-    }
-}
-
-/// The standard streams of a run, as files in the scratch folder.
+/// What a call writes, as files in memory.
 #[derive(Debug)]
 pub(crate) struct Streams {
-    stdin: File,
-    pub(crate) stdout: File,
+    stdout: File,
     stderr: File,
 }
 
 impl Streams {
-    /// Creates the files in `scratch`, and writes the configuration to stdin. Calls that run at the
-    /// same time need different tags, which are a part of the files' names.
-    pub(crate) fn new(scratch: &Path, tag: usize, conf: &Value) -> Result<Streams> {
-        let open = |name: &str| {
-            let path = scratch.join(format!("{name}{tag}"));
-            let mut options = File::options();
-            options.read(true).write(true).create(true).truncate(true);
-            options.open(&path).doing(format_args!("failed to make {}", path.display()))
-        };
-        let (mut stdin, stdout, stderr) = (open("in")?, open("out")?, open("err")?);
-        let written = stdin.write_all(conf.to_string().as_bytes()).and_then(|()| stdin.rewind());
-        written.doing(format_args!("failed to write a configuration to in{tag} in {}", scratch.display()))?;
-        Ok(Streams { stdin, stdout, stderr })
-    }
-
     /// Returns the result that the plugin wrote, or null if it wrote nothing. `succeeded` is
     /// whether the plugin exited with 0; if not, fails with the plugin's error and the beginning of
     /// its log.
-    pub(crate) fn outcome(&mut self, call: &Call, succeeded: bool) -> Result<Value> {
+    pub(crate) fn outcome(mut self, call: &Call, succeeded: bool) -> Result<Value> {
         let mut stdout = String::new();
         let read = self.stdout.rewind().and_then(|()| self.stdout.read_to_string(&mut stdout));
         read.doing(format_args!("failed to read the output of {call}"))?;
@@ -99,32 +77,43 @@ impl std::fmt::Display for Call {
 
 impl Call {
     /// Returns the command that runs `program` with the environment and the streams that a runtime
-    /// gives a plugin. `program` is the plugin, or a program that will exec it.
-    pub(crate) fn command(&self, program: &Path, streams: &Streams) -> Result<Command> {
-        let clone = |file: &File| {
-            file.try_clone().map(Stdio::from).doing(format_args!("failed to duplicate a stream for {self}"))
+    /// gives a plugin, and the streams for its output. `program` is the plugin, or a program that
+    /// will exec it.
+    pub(crate) fn command(&self, program: &Path) -> Result<(Command, Streams)> {
+        let create = || memfd_create("stream", MFdFlags::MFD_CLOEXEC).map(File::from);
+        let prepare = || -> io::Result<(Command, Streams)> {
+            let (mut stdin, stdout, stderr) = (create()?, create()?, create()?);
+            stdin.write_all(self.conf.to_string().as_bytes())?;
+            stdin.rewind()?;
+            let mut command = Command::new(program);
+            command.stdin(stdin).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?);
+            Ok((command, Streams { stdout, stderr }))
         };
-        let mut command = Command::new(program);
-        command.stdin(clone(&streams.stdin)?).stdout(clone(&streams.stdout)?).stderr(clone(&streams.stderr)?);
+        let (mut command, streams) = prepare().doing(format_args!("failed to prepare the streams of {self}"))?;
         command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("CNI_COMMAND", self.verb);
         command.env("CNI_PATH", self.program.parent().unwrap_or(Path::new("/")));
         if !matches!(self.verb, "VERSION" | "STATUS" | "GC") {
             command.env("CNI_CONTAINERID", &self.container).env("CNI_NETNS", &self.netns).env("CNI_IFNAME", "eth0");
         }
-        Ok(command)
+        Ok((command, streams))
     }
 
-    /// Runs the plugin to its end, and returns its result and cost. Fails if the plugin fails.
-    pub(crate) fn run(&self, scratch: &Path) -> Result<(Value, Cost)> {
-        let mut streams = Streams::new(scratch, 0, &self.conf)?;
-        let mut command = self.command(&self.program, &streams)?;
+    /// Runs the plugin to its end, adds its cost to `total`, and returns its result. Fails if the
+    /// plugin fails.
+    pub(crate) fn run(&self, total: &mut Cost) -> Result<Value> {
+        let (mut command, streams) = self.command(&self.program)?;
         let before = children_cpu()?;
         let begin = Instant::now();
         let status = command.spawn().and_then(|mut child| child.wait()).doing(format_args!("failed to run {self}"))?;
-        let wall = begin.elapsed().as_secs_f64() * 1e3;
-        let cpu = children_cpu()? - before;
-        Ok((streams.outcome(self, status.success())?, Cost { wall, cpu }))
+        total.wall += milliseconds_since(begin);
+        total.cpu += children_cpu()? - before;
+        streams.outcome(self, status.success())
     }
+}
+
+/// Returns the time since `begin`, in milliseconds.
+pub(crate) fn milliseconds_since(begin: Instant) -> f64 {
+    begin.elapsed().as_secs_f64() * 1e3
 }
 
 /// Returns the user and system time of all reaped children, in milliseconds.

@@ -12,8 +12,8 @@ use crate::alone::{self, Alone};
 use crate::chain::{Attachment, Chain};
 use crate::error::{Doing as _, Result};
 use crate::floor::KernelAttacher;
-use crate::full::{FullNode, Maker};
-use crate::world::{Node, Process, World};
+use crate::full::FullNode;
+use crate::world::{self, Node, Process};
 
 /// One of the compared sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -185,12 +185,12 @@ pub(crate) fn all() -> Vec<Case> {
     let with_masquerade = ChainSpec { masquerade: true, ..SIMPLE };
     let on_own_node: (&[&str], &[ChainSpec]) =
         (&["portmap", "firewall", "bandwidth", "tuning"], &[with_masquerade, WHOLE]);
-    for (made_by, containers, name, sides, (plugins, chains)) in [
-        (Maker::Same, 600, "the same plugins", &FIREWALL[..2], on_own_node),
+    for (by_theirs, containers, name, sides, (plugins, chains)) in [
+        (false, 600, "the same plugins", &FIREWALL[..2], on_own_node),
         // The other plugins need half a second for a container.
-        (Maker::Theirs, 100, "theirs", &FIREWALL[..], (&["portmap", "firewall"], &[WHOLE])),
+        (true, 100, "theirs", &FIREWALL[..], (&["portmap", "firewall"], &[WHOLE])),
     ] {
-        let full = FullNode { made_by, containers, ports: 5 };
+        let full = FullNode { by_theirs, containers, ports: 5 };
         let on = format!("{containers} containers made by {name}");
         for plugin in alone::ALL.iter().filter(|plugin| plugins.contains(&plugin.name)) {
             let sides: Vec<Side> = sides.iter().copied().filter(|side| plugin.sides.contains(side)).collect();
@@ -227,15 +227,12 @@ impl Ready {
     }
 
     /// Runs `work` and returns its result. For a chained plugin, the first container has an
-    /// interface during `work`, as if an earlier plugin of the list had created it. The interface
-    /// stays if `work` fails, because the case then ends and its node is removed.
+    /// interface during `work`.
     pub(crate) fn with_interface<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let Plugins::Alone(plugin) = self.plugins else { return work() };
-        let netns = &self.containers[0];
-        plugin.add_interface(netns)?;
-        let value = work()?;
-        plugin.remove_interface()?;
-        Ok(value)
+        match self.plugins {
+            Plugins::Alone(plugin) => plugin.with_interface(&self.containers[0], work),
+            _ => work(),
+        }
     }
 }
 
@@ -246,30 +243,33 @@ pub(crate) struct Folders {
     pub(crate) theirs: PathBuf,
 }
 
+impl Folders {
+    /// Returns the folder with the plugins of a side.
+    pub(crate) fn of(&self, side: Side) -> &Path {
+        if side == Side::Theirs { &self.theirs } else { &self.ours }
+    }
+}
+
 /// Creates a node with the containers and the state that the case needs. The calling thread is in
 /// the node's namespace afterwards.
-pub(crate) fn prepare(world: &World, folders: &Folders, case: &Case, side: Side) -> Result<Ready> {
-    let node = world.create_node()?;
-    let containers = (0..case.at_once.unwrap_or(1)).map(|_| world.create_container()).collect::<Result<Vec<_>>>()?;
-    let data = world.create_folder()?;
-    let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
+pub(crate) fn prepare(folders: &Folders, case: &Case, side: Side) -> Result<Ready> {
+    let node = Node::create()?;
+    let containers = (0..case.at_once.unwrap_or(1)).map(|_| world::create_container()).collect::<Result<Vec<_>>>()?;
+    let data = world::create_folder()?;
+    let dir = folders.of(side).to_owned();
     let confs = configurations(case.plugins, side, &data, &containers[0]);
-    let mut servers = Vec::new();
-    if let Plugins::Alone(plugin) = case.plugins {
-        plugin.set_up_node()?;
-        servers = plugin.start_servers(&dir, &data, &containers[0])?;
-    }
-    let (plugins, chain) = (case.plugins, Chain { dir, plugins: confs });
-    let mut ready = Ready { side, node, plugins, chain, containers, kernel_attacher: None, _servers: servers };
+    let servers = match case.plugins {
+        Plugins::Alone(plugin) => plugin.set_up_node(&dir, &data, &containers[0])?,
+        _ => Vec::new(),
+    };
     match case.before {
         Before::Nothing => {}
         Before::Reservations(count) => reserve(&data, count)?,
-        Before::Attached(full) => full.attach(world, folders, side)?,
+        Before::Attached(full) => full.attach(folders, side)?,
     }
-    if side == Side::Kernel {
-        ready.kernel_attacher = Some(KernelAttacher::new(&data)?);
-    }
-    Ok(ready)
+    let kernel_attacher = if side == Side::Kernel { Some(KernelAttacher::new(&data)?) } else { None };
+    let (plugins, chain) = (case.plugins, Chain { dir, plugins: confs });
+    Ok(Ready { side, node, plugins, chain, containers, kernel_attacher, _servers: servers })
 }
 
 /// Returns a host-local configuration with one IPv4 range and its reservations in `data`.
@@ -295,10 +295,14 @@ pub(crate) fn tuning() -> Value {
     json!({"type": "tuning", "sysctl": {"net.core.somaxconn": "500", "net.ipv4.conf.all.arp_filter": "1"}, "mtu": 1400})
 }
 
-/// Returns a configuration of portmap with `count` mappings.
-pub(crate) fn portmap(side: Side, count: usize) -> Value {
+/// The first host port of the measured plugins.
+pub(crate) const HOST_PORT: usize = 8080;
+
+/// Returns a configuration of portmap with `count` mappings. Their host ports begin with
+/// `first_port`.
+pub(crate) fn portmap(side: Side, first_port: usize, count: usize) -> Value {
     let mappings: Vec<Value> = (0..count)
-        .map(|index| json!({"hostPort": 8080 + index, "containerPort": 80 + index, "protocol": "tcp"}))
+        .map(|index| json!({"hostPort": first_port + index, "containerPort": 80 + index, "protocol": "tcp"}))
         .collect();
     let mut conf = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
     set_backend(&mut conf, "backend", side);
@@ -327,16 +331,21 @@ fn configurations(plugins: Plugins, side: Side, data: &Path, netns: &Path) -> Ve
                 list.push(tuning());
             }
             if spec.ports > 0 {
-                list.push(portmap(side, spec.ports));
+                list.push(portmap(side, HOST_PORT, spec.ports));
             }
             list
         }
     };
-    for conf in &mut list {
-        conf["cniVersion"] = "1.0.0".into();
-        conf["name"] = "benchnet".into();
-    }
+    set_network(&mut list, "benchnet");
     list
+}
+
+/// Sets the version and the network's name in the configurations of a list.
+pub(crate) fn set_network(list: &mut [Value], name: &str) {
+    for conf in list {
+        conf["cniVersion"] = "1.0.0".into();
+        conf["name"] = name.into();
+    }
 }
 
 /// Writes reservations of `count` addresses of 10.1.0.0/16 in the format of every host-local

@@ -5,7 +5,6 @@
 //! Nothing is checked, and nothing is undone after a failure. The requests are those of the crate
 //! cni-linux, so the floor lacks everything else that a plugin does.
 
-use std::cell::Cell;
 use std::fs::{self, File};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
@@ -17,7 +16,7 @@ use cni::machine::{Child, Machine, Output, RunError};
 use cni_linux::{Dad, Mac, Netlink, Netns, Route, VethSpec, Watch};
 use nix::sys::resource::UsageWho;
 
-use crate::call::{Cost, cpu_time};
+use crate::call::{Cost, cpu_time, milliseconds_since};
 use crate::error::{Doing as _, Result};
 use crate::world::run;
 
@@ -28,18 +27,6 @@ const DEADLINE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct KernelAttacher {
     data: PathBuf,
-    /// The number of the last attachment, from which its address is derived.
-    last_number: Cell<u16>,
-}
-
-/// What [`KernelAttacher::add`] created, for [`KernelAttacher::del`].
-#[derive(Debug)]
-pub(crate) struct Made {
-    /// The connection to the node's namespace.
-    host: Netlink,
-    /// The index of the node's end of the pair.
-    link: u32,
-    reservation: PathBuf,
 }
 
 impl KernelAttacher {
@@ -49,22 +36,27 @@ impl KernelAttacher {
         run(&["ip", "link", "add", "br0", "type", "bridge"])?;
         run(&["ip", "addr", "add", "10.1.0.1/16", "dev", "br0"])?;
         run(&["ip", "link", "set", "br0", "up"])?;
-        Ok(KernelAttacher { data: data.to_owned(), last_number: Cell::new(0) })
+        Ok(KernelAttacher { data: data.to_owned() })
     }
 
-    /// Makes an attachment with a new address, and returns what it created and its cost.
-    pub(crate) fn add(&self, netns: &Path) -> Result<(Made, Cost)> {
-        // The numbers repeat before the addresses leave 10.1.0.0/16.
-        let number = self.last_number.get() % 60_000 + 1;
-        self.last_number.set(number);
-        // Host 1 is the gateway.
-        let [high, low] = (number + 10).to_be_bytes();
+    /// Makes an attachment with an address of this round, and removes it. Returns the costs of the
+    /// ADD, of the whole DEL, and of the RTM_DELLINK in it.
+    pub(crate) fn measure(&self, netns: &Path, round: usize) -> Result<Vec<(&'static str, Cost)>> {
+        // Host 1 is the gateway. There are far fewer rounds than addresses.
+        let [.., high, low] = (round + 10).to_be_bytes();
         let address = Ipv4Addr::new(10, 1, high, low);
-        timed(|| {
+        let ((reservation, host, link), add) = timed(|| {
             let reservation = self.reserve(address)?;
             let (host, link) = attach(netns, address).doing("failed to make an attachment without a plugin")?;
-            Ok(Made { host, link, reservation })
-        })
+            Ok((reservation, host, link))
+        })?;
+        let (dellink, del) = timed(|| {
+            let delete = || host.delete_link(link).doing("failed to remove an attachment without a plugin");
+            let ((), dellink) = timed(delete)?;
+            fs::remove_file(&reservation).doing(format_args!("failed to remove {}", reservation.display()))?;
+            Ok(dellink)
+        })?;
+        Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", dellink)])
     }
 
     /// Reserves the address as host-local does, under its lock, and returns the reservation's file.
@@ -78,18 +70,6 @@ impl KernelAttacher {
         };
         write().doing(format_args!("failed to reserve {address} in {}", self.data.display()))?;
         Ok(path)
-    }
-
-    /// Removes an attachment. Returns the cost of the whole removal and that of its RTM_DELLINK.
-    pub(crate) fn del(&self, made: Made) -> Result<(Cost, Cost)> {
-        let (dellink_cost, whole_cost) = timed(|| {
-            let delete = || made.host.delete_link(made.link).doing("failed to remove an attachment without a plugin");
-            let ((), dellink_cost) = timed(delete)?;
-            fs::remove_file(&made.reservation)
-                .doing(format_args!("failed to remove {}", made.reservation.display()))?;
-            Ok(dellink_cost)
-        })?;
-        Ok((whole_cost, dellink_cost))
     }
 }
 
@@ -158,6 +138,6 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
     let before = cpu_time(UsageWho::RUSAGE_SELF)?;
     let begin = Instant::now();
     let value = work()?;
-    let wall = begin.elapsed().as_secs_f64() * 1e3;
+    let wall = milliseconds_since(begin);
     Ok((value, Cost { wall, cpu: cpu_time(UsageWho::RUSAGE_SELF)? - before }))
 }

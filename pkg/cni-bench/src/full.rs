@@ -2,10 +2,11 @@
 
 use serde_json::json;
 
-use crate::cases::{Before, Case, FULL, Folders, Plugins, Side, ipam, set_backend};
+use crate::call::Cost;
+use crate::cases::{Before, Case, FULL, Folders, Plugins, Side, ipam, portmap, set_backend, set_network};
 use crate::chain::{Attachment, Chain};
 use crate::error::Result;
-use crate::world::World;
+use crate::world;
 
 /// The host port of the first mapping of the first container. The others follow it.
 const FIRST_PORT: usize = 20_000;
@@ -13,20 +14,13 @@ const FIRST_PORT: usize = 20_000;
 /// The containers on a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FullNode {
-    pub(crate) made_by: Maker,
+    /// Whether the compared plugins attach the containers. Otherwise the plugins of the measured
+    /// side do, with its backend.
+    pub(crate) by_theirs: bool,
     /// The number of containers.
     pub(crate) containers: usize,
     /// The number of host ports of each container.
     pub(crate) ports: usize,
-}
-
-/// Which plugins attach the containers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Maker {
-    /// The plugins of the measured side, with its backend.
-    Same,
-    /// The compared plugins.
-    Theirs,
 }
 
 impl FullNode {
@@ -36,37 +30,24 @@ impl FullNode {
     }
 
     /// Attaches the containers, on the current node, to a network of their own with ipMasq.
-    pub(crate) fn attach(self, world: &World, folders: &Folders, measured: Side) -> Result<()> {
-        let side = match self.made_by {
-            Maker::Same => measured,
-            Maker::Theirs => Side::Theirs,
-        };
-        let dir = if side == Side::Theirs { folders.theirs.clone() } else { folders.ours.clone() };
-        let mut addresses = ipam(&world.create_folder()?);
+    pub(crate) fn attach(self, folders: &Folders, measured: Side) -> Result<()> {
+        let side = if self.by_theirs { Side::Theirs } else { measured };
+        let mut addresses = ipam(&world::create_folder()?);
         addresses["ranges"] = json!([[{"subnet": "10.2.0.0/16"}]]);
+        let mut bridge =
+            json!({"type": "bridge", "bridge": "full0", "isGateway": true, "ipMasq": true, "ipam": addresses});
+        let mut firewall = json!({"type": "firewall"});
+        set_backend(&mut bridge, "ipMasqBackend", side);
+        set_backend(&mut firewall, "backend", side);
         for number in 0..self.containers {
-            let mut mappings = Vec::new();
-            for index in 0..self.ports {
-                let host_port = FIRST_PORT + number * self.ports + index;
-                mappings.push(json!({"hostPort": host_port, "containerPort": 80 + index, "protocol": "tcp"}));
-            }
-            let mut bridge =
-                json!({"type": "bridge", "bridge": "full0", "isGateway": true, "ipMasq": true, "ipam": addresses});
-            let mut portmap = json!({"type": "portmap", "runtimeConfig": {"portMappings": mappings}});
-            let mut firewall = json!({"type": "firewall"});
-            set_backend(&mut bridge, "ipMasqBackend", side);
-            set_backend(&mut portmap, "backend", side);
-            set_backend(&mut firewall, "backend", side);
-            let mut plugins = vec![bridge, portmap, firewall];
-            for conf in &mut plugins {
-                conf["cniVersion"] = "1.0.0".into();
-                conf["name"] = "fullnet".into();
-            }
-            let chain = Chain { dir: dir.clone(), plugins };
+            let portmap = portmap(side, FIRST_PORT + number * self.ports, self.ports);
+            let mut plugins = vec![bridge.clone(), portmap, firewall.clone()];
+            set_network(&mut plugins, "fullnet");
+            let chain = Chain { dir: folders.of(side).to_owned(), plugins };
             // The number of the attachment would change the host ports.
             let attachment =
-                Attachment { container: format!("full-{number}"), netns: world.create_container()?, number: 0 };
-            chain.run("ADD", &attachment, None, |call| Ok(call.run(world.scratch())?.0))?;
+                Attachment { container: format!("full-{number}"), netns: world::create_container()?, number: 0 };
+            chain.run("ADD", &attachment, None, |call| call.run(&mut Cost::default()))?;
         }
         Ok(())
     }

@@ -10,12 +10,12 @@ use std::fs;
 use crate::alone;
 use crate::cases::{self, ALONE, CHAINS, Case, ChainSpec, Folders, Plugins, SIMPLE, START, Side, WHOLE};
 use crate::error::{Doing as _, Result};
-use crate::full::{FullNode, Maker};
+use crate::full::FullNode;
 use crate::measure;
 use crate::options::Guard;
 use crate::report::{progress, say};
 use crate::trace::Counts;
-use crate::world::World;
+use crate::world;
 
 /// How often each operation is counted. The lowest counts are used, because a wait may by chance
 /// need an additional system call.
@@ -29,7 +29,7 @@ const MAX_RECOUNTS: usize = 5;
 const ON_FULL_NODE: &str = ", full node";
 
 /// The node of the cases on a full node: as many containers as can be attached in a few seconds.
-const FULL_NODE: FullNode = FullNode { made_by: Maker::Same, containers: 100, ports: 5 };
+const FULL_NODE: FullNode = FullNode { by_theirs: false, containers: 100, ports: 5 };
 
 /// What an operation on a full node may receive over netlink at most, if it does not grow with the
 /// number of containers.
@@ -177,7 +177,7 @@ pub(crate) fn run(options: &Guard) -> Result<bool> {
 /// in its line of `table`, counts the operations of the same case and side again, up to
 /// [`MAX_RECOUNTS`] times. For a case that this machine cannot run, returns its lines of `table`.
 fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
-    let world = World::new()?;
+    world::isolate()?;
     // No guarded case has the side `Theirs`, so its folder does not matter.
     let folders = Folders { ours: options.ours.clone(), theirs: options.ours.clone() };
     let exceeds = |line: &Line| table.iter().any(|old| old.what == line.what && old.excess(line).is_some());
@@ -185,7 +185,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
     let (mut skipped, mut counted) = (Vec::new(), Vec::new());
     for case in guarded_cases() {
         if let Plugins::Alone(plugin) = case.plugins
-            && let Some(obstacle) = plugin.obstacle(&world)?
+            && let Some(obstacle) = plugin.obstacle()?
         {
             say(&format!("SKIP {}: {obstacle}", case.name));
             let is_of_case =
@@ -198,7 +198,7 @@ fn count_all(options: &Guard, table: &[Line]) -> Result<Vec<Line>> {
             // A repetition lowers the counts.
             for _ in 0..=MAX_RECOUNTS {
                 let doing = format_args!("{} ({})", case.name, side.label());
-                count(&world, &folders, &case, *side, &mut counts).doing(doing)?;
+                count(&folders, &case, *side, &mut counts).doing(doing)?;
                 let is_too_much =
                     |(what, counts): &(String, Counts)| exceeds(&line(what, counts, on_empty_node(&counted, what)));
                 if options.update || !counts.iter().any(is_too_much) {
@@ -269,11 +269,11 @@ fn read(options: &Guard) -> Result<Vec<Line>> {
 
 /// Counts the operations of a case in several rounds. Adds the operations, with the lowest counts
 /// of all rounds, to `all`, or lowers the counts of those that are in it.
-fn count(world: &World, folders: &Folders, case: &Case, side: Side, all: &mut Vec<(String, Counts)>) -> Result<()> {
-    let ready = cases::prepare(world, folders, case, side)?;
+fn count(folders: &Folders, case: &Case, side: Side, all: &mut Vec<(String, Counts)>) -> Result<()> {
+    let ready = cases::prepare(folders, case, side)?;
     // Round 0 is not counted: it creates what later rounds reuse, such as a bridge.
     for round in 0..=ROUNDS {
-        let counted = ready.with_interface(|| measure::count_verbs(world, &ready, case, round))?;
+        let counted = ready.with_interface(|| measure::count_verbs(&ready, case, round))?;
         if round == 0 {
             continue;
         }

@@ -8,7 +8,6 @@
 //! compared folders, and the kernel alone) once, and compared values are from the same seconds.
 
 mod alone;
-mod burst;
 mod call;
 mod cases;
 mod chain;

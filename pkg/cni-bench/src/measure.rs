@@ -1,13 +1,14 @@
 //! Measures every case for every side, round by round.
 
+use std::panic::resume_unwind;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::burst;
-use crate::call::{Call, Cost};
+use crate::call::{Call, Cost, children_cpu, milliseconds_since};
 use crate::cases::{self, Case, Folders, Plugins, Ready, SIMPLE, Side};
 use crate::chain::Attachment;
 use crate::error::{Doing as _, Result};
@@ -15,7 +16,7 @@ use crate::options::Measure;
 use crate::report;
 use crate::stats::Samples;
 use crate::trace::{self, Counts};
-use crate::world::World;
+use crate::world;
 
 /// The verbs in the order of the report. RTM_DELLINK, a request within [`Side::Kernel`]'s DEL, is
 /// reported like a verb.
@@ -117,7 +118,7 @@ pub(crate) fn all(options: &Measure) -> Result<bool> {
     let folders = Folders { ours: options.ours.clone(), theirs: options.theirs.clone() };
     std::fs::create_dir_all(&options.out).doing(format_args!("failed to make {}", options.out.display()))?;
     let mut results = Results { machine: report::machine(&folders), sizes: sizes(&folders)?, ..Results::default() };
-    let world = World::new()?;
+    world::isolate()?;
     let begin = Instant::now();
     let mut is_complete = true;
     for case in cases::all() {
@@ -128,7 +129,7 @@ pub(crate) fn all(options: &Measure) -> Result<bool> {
         }
         report::progress(&format!("{:4.0} s  {name}", begin.elapsed().as_secs_f64()));
         if let Plugins::Alone(plugin) = case.plugins
-            && let Some(obstacle) = plugin.obstacle(&world)?
+            && let Some(obstacle) = plugin.obstacle()?
         {
             report::progress(&format!("        {obstacle}"));
             results.not_measured.push(format!("{}, since {obstacle}", case.name));
@@ -140,7 +141,7 @@ pub(crate) fn all(options: &Measure) -> Result<bool> {
             // Fewer are enough, because these calls vary little.
             _ => Rounds { min: 4, time: Duration::from_millis(8500) },
         };
-        match measure_case(&world, &folders, &case, rounds) {
+        match measure_case(&folders, &case, rounds) {
             Ok(rows) => results.rows.extend(rows),
             Err(error) => {
                 is_complete = false;
@@ -171,11 +172,10 @@ pub(crate) fn verbs(case: &Case, side: Side) -> Vec<&'static str> {
 /// Measures one case for all its sides, and returns its rows, sorted by verb, then by side. Unless
 /// the case makes attachments at once, also counts the system calls of the plugins in one more
 /// round.
-fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds) -> Result<Vec<Row>> {
+fn measure_case(folders: &Folders, case: &Case, rounds: Rounds) -> Result<Vec<Row>> {
     let mut sides = Vec::new();
     for side in case.sides.iter().filter(|side| **side != Side::Theirs || case.plugins.is_in(&folders.theirs)) {
-        let ready =
-            cases::prepare(world, folders, case, *side).doing(format_args!("failed to prepare {}", side.label()))?;
+        let ready = cases::prepare(folders, case, *side).doing(format_args!("failed to prepare {}", side.label()))?;
         sides.push(ready);
     }
     // The warm-up, round 0, creates what later rounds reuse, such as bridges, base chains and an
@@ -183,7 +183,7 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds) -
     // ADDs fail if several create the shared chains at once.
     for ready in &sides {
         ready.node.enter()?;
-        ready.with_interface(|| measure_verbs(world, ready, case, 0)).doing(round_label(ready, 0))?;
+        ready.with_interface(|| measure_verbs(ready, case, 0)).doing(round_label(ready, 0))?;
     }
     let mut rows = Vec::new();
     let begin = Instant::now();
@@ -195,11 +195,11 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds) -
         for ready in order_of_round(&sides, round) {
             ready.node.enter()?;
             let label = round_label(ready, round);
-            if let Some(count) = case.at_once {
-                measure_crowd(world, ready, (case, count), round, &mut rows).doing(label)?;
+            if case.at_once.is_some() {
+                measure_crowd(ready, case, round, &mut rows).doing(label)?;
                 continue;
             }
-            for (verb, cost) in ready.with_interface(|| measure_verbs(world, ready, case, round)).doing(label)? {
+            for (verb, cost) in ready.with_interface(|| measure_verbs(ready, case, round)).doing(label)? {
                 let row = row_mut(&mut rows, case, ready.side, verb);
                 row.wall.push(cost.wall);
                 row.cpu.push(cost.cpu);
@@ -210,7 +210,7 @@ fn measure_case(world: &World, folders: &Folders, case: &Case, rounds: Rounds) -
         for ready in sides.iter().filter(|ready| ready.side != Side::Kernel) {
             ready.node.enter()?;
             // No measured round has this number, so the container ID is new.
-            for (verb, counts) in ready.with_interface(|| count_verbs(world, ready, case, usize::MAX))? {
+            for (verb, counts) in ready.with_interface(|| count_verbs(ready, case, usize::MAX))? {
                 row_mut(&mut rows, case, ready.side, verb).counts = Some(counts);
             }
         }
@@ -238,33 +238,18 @@ fn order_of_round(sides: &[Ready], round: usize) -> Vec<&Ready> {
 
 /// Runs all verbs of a case once, for a new attachment, and returns the cost of each. For
 /// [`Side::Kernel`], these are ADD, DEL, and the RTM_DELLINK of that DEL.
-fn measure_verbs(world: &World, ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
+fn measure_verbs(ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Cost)>> {
     let attachment = ready.attachment(round, 0);
-    if let Some(attacher) = &ready.kernel_attacher {
-        let (made, add) = attacher.add(&attachment.netns)?;
-        let (del, dellink) = attacher.del(made)?;
-        return Ok(vec![("ADD", add), ("DEL", del), ("RTM_DELLINK", dellink)]);
+    match &ready.kernel_attacher {
+        Some(attacher) => attacher.measure(&attachment.netns, round),
+        None => run_verbs(ready, case, &attachment, Call::run),
     }
-    run_verbs(ready, case, &attachment, |call, total: &mut Cost| {
-        let (output, cost) = call.run(world.scratch())?;
-        *total += cost;
-        Ok(output)
-    })
 }
 
 /// Runs all verbs of a case once, for a new attachment, under a tracer, and returns the counts of
 /// each.
-pub(crate) fn count_verbs(
-    world: &World,
-    ready: &Ready,
-    case: &Case,
-    round: usize,
-) -> Result<Vec<(&'static str, Counts)>> {
-    run_verbs(ready, case, &ready.attachment(round, 0), |call, total: &mut Counts| {
-        let (output, counts) = trace::run(call, world.scratch())?;
-        total.add(&counts);
-        Ok(output)
-    })
+pub(crate) fn count_verbs(ready: &Ready, case: &Case, round: usize) -> Result<Vec<(&'static str, Counts)>> {
+    run_verbs(ready, case, &ready.attachment(round, 0), trace::run)
 }
 
 /// Runs all verbs of a case once for `attachment`, and returns the total of each verb over its
@@ -274,7 +259,7 @@ fn run_verbs<T: Default>(
     ready: &Ready,
     case: &Case,
     attachment: &Attachment,
-    mut run_call: impl FnMut(&Call, &mut T) -> Result<Value>,
+    run_call: fn(&Call, &mut T) -> Result<Value>,
 ) -> Result<Vec<(&'static str, T)>> {
     let mut totals = Vec::new();
     let mut result: Option<Value> = None;
@@ -293,26 +278,37 @@ fn run_verbs<T: Default>(
     Ok(totals)
 }
 
-/// Runs ADD and then DEL for the case's `count` attachments at once, and adds the measurements to
-/// `rows`. Fails if a call fails.
-fn measure_crowd(
-    world: &World,
-    ready: &Ready,
-    (case, count): (&Case, usize),
-    round: usize,
-    rows: &mut Vec<Row>,
-) -> Result<()> {
-    let mut added = Vec::new();
+/// Runs ADD and then DEL for all containers of `ready` at once, as a runtime does after a reboot of
+/// its node, and adds the measurements to `rows`. Each attachment has its own thread, which runs
+/// the plugins one after the other. If a plugin fails, the other attachments still run to their
+/// end.
+fn measure_crowd(ready: &Ready, case: &Case, round: usize, rows: &mut Vec<Row>) -> Result<()> {
+    let count = ready.containers.len();
+    let chain = &ready.chain;
+    let attachments: Vec<Attachment> = (0..count).map(|number| ready.attachment(round, number)).collect();
+    // The results of ADD, which are the prevResult of DEL.
+    let mut results: Vec<Option<Value>> = vec![None; count];
     for verb in ["ADD", "DEL"] {
-        let crowd = burst::run(world, ready, round, verb, &added)?;
-        if crowd.latencies.len() != count {
-            return Err(format!("only {} of {count} attachments ended", crowd.latencies.len()));
-        }
+        let before = children_cpu()?;
+        let begin = Instant::now();
+        // Returns the time from the common start to the end of the attachment's last plugin.
+        let run = |attachment: &Attachment, result: &mut Option<Value>| -> Result<f64> {
+            *result = Some(chain.run(verb, attachment, result.as_ref(), |call| call.run(&mut Cost::default()))?);
+            Ok(milliseconds_since(begin))
+        };
+        let latencies = thread::scope(|scope| {
+            let all = attachments.iter().zip(&mut results);
+            let threads: Vec<_> =
+                all.map(|(attachment, result)| scope.spawn(move || run(attachment, result))).collect();
+            let ended = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            ended.collect::<Result<Vec<f64>>>()
+        });
+        let latencies = latencies.doing(format_args!("{count} at once"))?;
+        let wall = milliseconds_since(begin);
         let row = row_mut(rows, case, ready.side, verb);
-        row.per_second.push(count as f64 / crowd.wall * 1e3);
-        row.cpu.push(crowd.cpu / count as f64);
-        crowd.latencies.iter().for_each(|latency| row.wall.push(*latency));
-        added = crowd.results;
+        row.per_second.push(count as f64 / wall * 1e3);
+        row.cpu.push((children_cpu()? - before) / count as f64);
+        latencies.into_iter().for_each(|latency| row.wall.push(latency));
     }
     Ok(())
 }

@@ -6,27 +6,25 @@
 //! memory before the exec.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
-use std::io::{self, Write as _};
+use std::fs;
 use std::path::Path;
 
 use nix::libc;
 use nix::sys::ptrace;
-use nix::sys::signal::Signal;
-use nix::sys::stat::Mode;
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{Pid, mkfifo};
+use nix::unistd::Pid;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::call::{Call, Streams};
+use crate::call::Call;
 use crate::error::{Doing as _, Result};
 
-/// The script of a shell that reads a line from the file `$1` and then becomes the program `$0`, in
+/// The script of a shell that stops itself and, when it is continued, becomes the program `$0`, in
 /// the environment that the shell was given.
-const HOLDER: &str = "read -r go <\"$1\" && unset PWD && exec \"$0\"";
+const HOLDER: &str = "kill -STOP $$ && unset PWD && exec \"$0\"";
 
-/// What one run did.
+/// What one or more calls did.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Counts {
     /// The system calls of programs in the plugin's own folder, after the exec of the plugin.
@@ -48,59 +46,31 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Adds the counts of another call of the same chain. The peak is that of the larger one.
-    pub(crate) fn add(&mut self, other: &Counts) {
-        let peak = self.peak.max(other.peak);
-        self.combine(other, |own, other| own + other);
-        self.peak = peak;
-    }
-
-    /// Lowers each count to that of another run of the same call.
+    /// Lowers each count of the guard's table to that of another run of the same call.
     pub(crate) fn lower_to(&mut self, other: &Counts) {
-        self.combine(other, usize::min);
-    }
-
-    /// Replaces each count by its combination with the same count of `other`.
-    fn combine(&mut self, other: &Counts, combine: fn(usize, usize) -> usize) {
-        let Counts { syscalls, programs, threads, peak, requests, received } = self;
-        for (own, other) in [
-            (syscalls, other.syscalls),
-            (programs, other.programs),
-            (threads, other.threads),
-            (peak, other.peak),
-            (requests, other.requests),
-            (received, other.received),
-        ] {
-            *own = combine(*own, other);
-        }
+        self.syscalls = self.syscalls.min(other.syscalls);
+        self.programs = self.programs.min(other.programs);
+        self.threads = self.threads.min(other.threads);
+        self.requests = self.requests.min(other.requests);
+        self.received = self.received.min(other.received);
     }
 }
 
-/// Runs a plugin, and returns its result and counts. Fails if the plugin fails.
-pub(crate) fn run(call: &Call, scratch: &Path) -> Result<(Value, Counts)> {
-    let mut streams = Streams::new(scratch, 0, &call.conf)?;
-    let path = scratch.join("begin");
-    let mut command = call.command(Path::new("/bin/sh"), &streams)?;
-    command.args(["-c", HOLDER]).arg(&call.program).arg(&path);
-    let mut begin = || -> io::Result<(u32, File)> {
-        mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR)?;
-        // Also open for reading, because opening it only for writing would wait for the shell.
-        let fifo = File::options().read(true).write(true).open(&path)?;
-        Ok((command.spawn()?.id(), fifo))
-    };
-    let (id, fifo) = begin().doing(format_args!("failed to run {call}"))?;
+/// Runs a plugin, adds its counts to `total`, and returns its result. Fails if the plugin fails.
+pub(crate) fn run(call: &Call, total: &mut Counts) -> Result<Value> {
+    let (mut command, streams) = call.command(Path::new("/bin/sh"))?;
+    command.args(["-c", HOLDER]).arg(&call.program);
+    let id = command.spawn().doing(format_args!("failed to run {call}"))?.id();
     let root = Pid::from_raw(i32::try_from(id).doing(format_args!("invalid process ID {id} of {call}"))?);
     let folder = call.program.parent().unwrap_or(Path::new("/"));
-    let traced = follow(root, folder, fifo).doing(format_args!("failed to trace {call}"));
-    fs::remove_file(&path).doing(format_args!("failed to remove {}", path.display()))?;
-    let (succeeded, counts) = traced?;
-    Ok((streams.outcome(call, succeeded)?, counts))
+    let succeeded = follow(root, folder, total).doing(format_args!("failed to trace {call}"))?;
+    streams.outcome(call, succeeded)
 }
 
-/// Traces the process `root`, a shell that waits for a line from `fifo`, and all its children to
-/// their end. Returns whether `root` succeeded, and the counts; programs in `folder` are the
-/// plugin's own.
-fn follow(root: Pid, folder: &Path, mut fifo: File) -> Result<(bool, Counts)> {
+/// Traces the process `root`, a shell with the script [`HOLDER`], and all its children until `root`
+/// has ended, and adds the counts to `counts`. Programs in `folder` are the plugin's own. Returns
+/// whether `root` succeeded.
+fn follow(root: Pid, folder: &Path, counts: &mut Counts) -> Result<bool> {
     use ptrace::Options;
     let options = Options::PTRACE_O_TRACESYSGOOD
         | Options::PTRACE_O_TRACECLONE
@@ -109,11 +79,12 @@ fn follow(root: Pid, folder: &Path, mut fifo: File) -> Result<(bool, Counts)> {
         | Options::PTRACE_O_TRACEEXEC
         | Options::PTRACE_O_TRACEEXIT
         | Options::PTRACE_O_EXITKILL;
+    waitpid(root, Some(WaitPidFlag::WUNTRACED)).doing("failed to wait until its process has stopped")?;
     ptrace::seize(root, options).doing("failed to attach to its process")?;
-    fifo.write_all(b"go\n").doing("failed to let its process begin")?;
+    kill(root, Signal::SIGCONT).doing("failed to continue its process")?;
     let mut tracer = Tracer {
         folder,
-        counts: Counts::default(),
+        counts,
         begun_calls: HashMap::new(),
         foreign: HashSet::new(),
         netlink_sockets: HashSet::new(),
@@ -130,7 +101,7 @@ fn follow(root: Pid, folder: &Path, mut fifo: File) -> Result<(bool, Counts)> {
                 resume(pid, None)?;
             }
             WaitStatus::Stopped(pid, signal) => resume(pid, Some(signal))?,
-            WaitStatus::Exited(pid, status) if pid == root => return Ok((status == 0, tracer.counts)),
+            WaitStatus::Exited(pid, status) if pid == root => return Ok(status == 0),
             WaitStatus::Signaled(pid, signal, _) if pid == root => {
                 return Err(format!("its process was ended by {signal}"));
             }
@@ -153,7 +124,7 @@ fn resume(pid: Pid, signal: Option<Signal>) -> Result<()> {
 struct Tracer<'a> {
     /// The plugin's own folder.
     folder: &'a Path,
-    counts: Counts,
+    counts: &'a mut Counts,
     /// The number and the first argument of the system call that a thread has begun and not ended.
     begun_calls: HashMap<Pid, (i64, u64)>,
     /// Threads of programs outside `folder`.

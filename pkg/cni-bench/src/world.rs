@@ -1,13 +1,14 @@
 //! Creates the namespaces in which the benchmark runs.
 //!
-//! After [`World::new`], the process does not see the machine's network and its mounts do not
-//! change the machine's. The namespaces end with the process. Each side has its own containers, and
-//! its own node, so that no plugin finds the rules of another side.
+//! After [`isolate`], the process does not see the machine's network and its mounts do not change
+//! the machine's. The namespaces end with the process. Each side has its own containers, and its
+//! own node, so that no plugin finds the rules of another side.
 
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,13 +23,6 @@ const SCRATCH: &str = "/run";
 /// Folders that plugins write to. Each is replaced by a tmpfs that no other process sees.
 const PRIVATE: [&str; 2] = [SCRATCH, "/var/lib"];
 
-/// The namespaces and the scratch folder of this process.
-#[derive(Debug)]
-pub(crate) struct World {
-    /// How many names were given, for unused ones.
-    made: std::cell::Cell<usize>,
-}
-
 /// The network namespace that stands for a host.
 #[derive(Debug)]
 pub(crate) struct Node {
@@ -40,60 +34,51 @@ pub(crate) struct Node {
 #[derive(Debug)]
 pub(crate) struct Process(Child);
 
-impl World {
-    /// Moves the calling thread into new network and mount namespaces, so that nothing changes the
-    /// machine. The process must have only this thread. Fails without `CAP_SYS_ADMIN`.
-    pub(crate) fn new() -> Result<World> {
-        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
-            .doing("failed to leave the machine's network and mounts (run as root, or inside `unshare -Urmn`)")?;
-        let none: Option<&str> = None;
-        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
-        for folder in PRIVATE {
-            // Each side has up to 60,000 reservations, and each reservation is a file.
-            mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
-                .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
-        }
-        Ok(World { made: std::cell::Cell::new(0) })
+/// Moves the calling thread into new network and mount namespaces, so that nothing changes the
+/// machine. The process must have only this thread. Fails without `CAP_SYS_ADMIN`.
+pub(crate) fn isolate() -> Result<()> {
+    unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)
+        .doing("failed to leave the machine's network and mounts (run as root, or inside `unshare -Urmn`)")?;
+    let none: Option<&str> = None;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).doing("failed to make mounts private")?;
+    for folder in PRIVATE {
+        // Each side has up to 60,000 reservations, and each reservation is a file.
+        mount(Some("tmpfs"), folder, Some("tmpfs"), MsFlags::empty(), Some("mode=755,nr_inodes=1000000"))
+            .doing(format_args!("failed to mount a tmpfs on {folder}"))?;
     }
+    Ok(())
+}
 
-    /// Returns the folder for temporary files.
-    pub(crate) fn scratch(&self) -> &'static Path {
-        Path::new(SCRATCH)
-    }
+/// Returns an unused name, with `kind` as its beginning.
+fn unused_name(kind: &str) -> String {
+    static MADE: AtomicUsize = AtomicUsize::new(0);
+    format!("{kind}{}", MADE.fetch_add(1, Ordering::Relaxed))
+}
 
-    /// Returns an unused name, with `kind` as its beginning.
-    fn unused_name(&self, kind: &str) -> String {
-        self.made.set(self.made.get() + 1);
-        format!("{kind}{}", self.made.get())
-    }
+/// Creates a container's network namespace and returns its path.
+pub(crate) fn create_container() -> Result<PathBuf> {
+    let name = unused_name("container");
+    run(&["ip", "netns", "add", &name])?;
+    Ok(Path::new(SCRATCH).join("netns").join(name))
+}
 
-    /// Creates a node: a network namespace with `lo` up, which the calling thread enters.
-    pub(crate) fn create_node(&self) -> Result<Node> {
-        let name = self.unused_name("node");
-        let path = create_namespace(&name)?;
-        let net = File::open(&path).doing(format_args!("failed to open {}", path.display()))?;
-        // The namespace ends with the last file, so that nodes of earlier cases slow nothing down.
-        run(&["ip", "netns", "del", &name])?;
-        let node = Node { net };
-        node.enter()?;
-        run(&["ip", "link", "set", "lo", "up"])?;
-        Ok(node)
-    }
-
-    /// Creates a container's network namespace and returns its path.
-    pub(crate) fn create_container(&self) -> Result<PathBuf> {
-        create_namespace(&self.unused_name("container"))
-    }
-
-    /// Creates an empty folder and returns its path.
-    pub(crate) fn create_folder(&self) -> Result<PathBuf> {
-        let path = Path::new(SCRATCH).join(self.unused_name("folder"));
-        fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
-        Ok(path)
-    }
+/// Creates an empty folder and returns its path.
+pub(crate) fn create_folder() -> Result<PathBuf> {
+    let path = Path::new(SCRATCH).join(unused_name("folder"));
+    fs::create_dir(&path).doing(format_args!("failed to make {}", path.display()))?;
+    Ok(path)
 }
 
 impl Node {
+    /// Creates a node: a network namespace with `lo` up, which the calling thread enters. The
+    /// namespace ends with this value, so that nodes of earlier cases slow nothing down.
+    pub(crate) fn create() -> Result<Node> {
+        unshare(CloneFlags::CLONE_NEWNET).doing("failed to create the network namespace of a node")?;
+        let net = File::open("/proc/thread-self/ns/net").doing("failed to open the network namespace of a node")?;
+        run(&["ip", "link", "set", "lo", "up"])?;
+        Ok(Node { net })
+    }
+
     /// Moves the calling thread, and the programs that it starts later, into this node's namespace.
     pub(crate) fn enter(&self) -> Result<()> {
         setns(&self.net, CloneFlags::CLONE_NEWNET).doing("failed to enter the network namespace of a node")
@@ -137,12 +122,6 @@ impl Drop for Process {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
-}
-
-/// Creates a network namespace, and returns its path in the scratch folder.
-fn create_namespace(name: &str) -> Result<PathBuf> {
-    run(&["ip", "netns", "add", name])?;
-    Ok(Path::new(SCRATCH).join("netns").join(name))
 }
 
 /// Runs a program and returns what it printed.
