@@ -90,45 +90,29 @@ const MAP_IPS: u32 = 1;
 /// The flag of a NAT range that has ports.
 const PROTO_SPECIFIED: u32 = 2;
 
-/// A match or target with its structure.
-struct Structure {
-    extension: KnownExtension,
-    bytes: Vec<u8>,
-}
-
-impl Structure {
-    /// Returns the match or target whose structure begins with these fields. All others are zero.
-    fn new(extension: KnownExtension, fields: &[&[u8]]) -> Structure {
-        let mut bytes = fields.concat();
-        bytes.resize(extension.size.next_multiple_of(ALIGN), 0);
-        Structure { extension, bytes }
-    }
-
-    /// Returns the match or target for a rule.
-    fn into_xtables(self) -> Xtables {
-        let KnownExtension { kind, name, revision, .. } = self.extension;
-        Xtables { kind, name: name.to_owned(), revision, info: self.bytes }
-    }
-
-    /// Whether `other`, which has the same name, is the same match or target. The padding of the
-    /// structures is not compared.
-    fn equals(&self, other: &Xtables) -> bool {
-        let size = self.extension.size;
-        self.extension.revision == other.revision && other.info.get(..size) == self.bytes.get(..size)
+impl KnownExtension {
+    /// Returns the match or target whose structure, without padding, begins with these fields. All
+    /// others are zero.
+    fn with(self, fields: &[&[u8]]) -> Xtables {
+        let mut info = fields.concat();
+        info.resize(self.size, 0);
+        Xtables { kind: self.kind, name: self.name.to_owned(), revision: self.revision, info }
     }
 }
 
 /// Writes the match or target of this name with these options. `None` if plugins do not write it.
 pub(super) fn write(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) -> Option<Expr> {
-    Some(Expr::Xtables(structure(family, kind, name, options)?.into_xtables()))
+    let mut extension = without_padding(family, kind, name, options)?;
+    extension.info.resize(extension.info.len().next_multiple_of(ALIGN), 0);
+    Some(Expr::Xtables(extension))
 }
 
-/// Does [`write`] without making an expression.
-fn structure(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) -> Option<Structure> {
+/// Does [`write`] without the padding after the structure.
+fn without_padding(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) -> Option<Xtables> {
     Some(match (kind, name, options) {
         // The last byte of the structure must be NUL. iptables cuts a longer comment.
         (Match, "comment", ["--comment", comment]) if comment.len() < COMMENT.size && !comment.contains('\0') => {
-            Structure::new(COMMENT, &[comment.as_bytes()])
+            COMMENT.with(&[comment.as_bytes()])
         }
         (Match, "multiport", ["--dports", ports]) => {
             let ports: Vec<u16> = ports.split(',').map(decimal).collect::<Option<_>>()?;
@@ -137,14 +121,12 @@ fn structure(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) 
                 return None;
             }
             let port_bytes: Vec<u8> = ports.into_iter().flat_map(u16::to_ne_bytes).collect();
-            Structure::new(MULTIPORT, &[&[MULTIPORT_DESTINATION, count], &port_bytes])
+            MULTIPORT.with(&[&[MULTIPORT_DESTINATION, count], &port_bytes])
         }
-        (Match, "addrtype", ["--dst-type", "LOCAL"]) => {
-            Structure::new(ADDRTYPE, &[&[0; 2], &LOCAL_ROUTE_TYPE.to_ne_bytes()])
-        }
+        (Match, "addrtype", ["--dst-type", "LOCAL"]) => ADDRTYPE.with(&[&[0; 2], &LOCAL_ROUTE_TYPE.to_ne_bytes()]),
         (Match, "mark", ["--mark", mark]) => {
             let (value, mask) = value_and_mask(mark)?;
-            Structure::new(MARK, &[&value.to_ne_bytes(), &mask.to_ne_bytes()])
+            MARK.with(&[&value.to_ne_bytes(), &mask.to_ne_bytes()])
         }
         (Match, "conntrack", ["--ctstate", names]) => {
             let mut states = 0;
@@ -153,13 +135,14 @@ fn structure(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) 
                 states |= bit;
             }
             let (matched, inverted) = (CONNTRACK_STATE.to_ne_bytes(), [0; 2]);
-            Structure::new(CONNTRACK, &[&[0; CONNTRACK_MATCHED_AT], &matched, &inverted, &states.to_ne_bytes()])
+            CONNTRACK.with(&[&[0; CONNTRACK_MATCHED_AT], &matched, &inverted, &states.to_ne_bytes()])
         }
         // A port is a range of one port.
         (Match, "tcp" | "udp", ["--dport", port]) => {
             let port = decimal::<u16>(port)?.to_ne_bytes();
             let (first_source, last_source) = ([0; 2], [u8::MAX; 2]);
-            Structure::new(if name == "tcp" { TCP } else { UDP }, &[&first_source, &last_source, &port, &port])
+            let ports = if name == "tcp" { TCP } else { UDP };
+            ports.with(&[&first_source, &last_source, &port, &port])
         }
         (Match, "sctp", ["--dport", port]) => {
             let port = decimal::<u16>(port)?.to_ne_bytes();
@@ -168,11 +151,11 @@ fn structure(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) 
             // that iptables writes, which compares them when it looks for a rule to delete.
             let (unused_flags, count) = ([[u8::MAX, 0, 0]; 4], [0; 4]);
             let matched = SCTP_DESTINATION_PORTS.to_ne_bytes();
-            Structure::new(SCTP, &[&port, &port, &sources_and_chunks, unused_flags.as_flattened(), &count, &matched])
+            SCTP.with(&[&port, &port, &sources_and_chunks, unused_flags.as_flattened(), &count, &matched])
         }
         // The kernel requires exactly one NAT range; this one has no addresses or ports.
-        (Target, "MASQUERADE", []) if family == Family::V4 => Structure::new(MASQUERADE_V4, &[&1_u32.to_ne_bytes()]),
-        (Target, "MASQUERADE", []) => Structure::new(MASQUERADE_V6, &[]),
+        (Target, "MASQUERADE", []) if family == Family::V4 => MASQUERADE_V4.with(&[&1_u32.to_ne_bytes()]),
+        (Target, "MASQUERADE", []) => MASQUERADE_V6.with(&[]),
         (Target, "DNAT", ["--to-destination", destination]) => {
             let (address, port) = socket_address(destination)?;
             if Family::of(address) != family {
@@ -181,11 +164,11 @@ fn structure(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) 
             let flags = if port.is_some() { MAP_IPS | PROTO_SPECIFIED } else { MAP_IPS };
             let (mut address, port) = (octets(address), port.unwrap_or(0).to_be_bytes());
             address.resize(16, 0);
-            Structure::new(DNAT, &[&flags.to_ne_bytes(), &address, &address, &port, &port])
+            DNAT.with(&[&flags.to_ne_bytes(), &address, &address, &port, &port])
         }
         (Target, "MARK", ["--set-xmark", mark]) => {
             let (value, mask) = value_and_mask(mark)?;
-            Structure::new(SET_MARK, &[&value.to_ne_bytes(), &mask.to_ne_bytes()])
+            SET_MARK.with(&[&value.to_ne_bytes(), &mask.to_ne_bytes()])
         }
         _ => return None,
     })
@@ -228,24 +211,22 @@ pub(super) fn read(family: Family, extension: &Xtables) -> Option<Vec<String>> {
         _ => return None,
     };
     let option_words: Vec<&str> = options.iter().map(String::as_str).collect();
-    let is_same = structure(family, *kind, name, &option_words)?.equals(extension);
-    is_same.then_some(options)
+    let written = without_padding(family, *kind, name, &option_words)?;
+    (written.revision == *revision && info.starts_with(&written.info)).then_some(options)
 }
 
 /// Converts the structure of an older revision of DNAT to that of the newest. `None` if it does not
 /// have one range.
 fn newest_dnat(family: Family, revision: u32, info: &[u8]) -> Option<Xtables> {
-    let newest = if revision == 0 && family == Family::V4 {
-        // The structure of `MASQUERADE_V4`.
-        let [range_count, flags, first, last, ports, ..] = info.as_chunks::<4>().0 else { return None };
-        if u32::from_ne_bytes(*range_count) != 1 {
-            return None;
-        }
-        Structure::new(DNAT, &[flags, first, &[0; 12], last, &[0; 12], ports])
-    } else {
-        Structure::new(DNAT, &[info.get(..NAT_RANGE_SIZE)?])
-    };
-    Some(newest.into_xtables())
+    if revision != 0 || family != Family::V4 {
+        return Some(DNAT.with(&[info.get(..NAT_RANGE_SIZE)?]));
+    }
+    // The structure of `MASQUERADE_V4`.
+    let [range_count, flags, first, last, ports, ..] = info.as_chunks::<4>().0 else { return None };
+    if u32::from_ne_bytes(*range_count) != 1 {
+        return None;
+    }
+    Some(DNAT.with(&[flags, first, &[0; 12], last, &[0; 12], ports]))
 }
 
 /// Reads two bytes as a number in the machine's byte order.
