@@ -42,14 +42,6 @@ struct FailedEdit {
     error: Error,
 }
 
-impl FailedEdit {
-    /// Whether applying the edit with this text by this `writer` would only repeat the failed
-    /// attempt.
-    fn would_be_repeated(&self, text: &str, writer: Writer) -> bool {
-        self.text == text && self.writer == writer && !is_concurrent_change(&self.error)
-    }
-}
-
 impl Iptables<'_> {
     /// Makes the changes of several families under one lock. All families are planned before any is
     /// changed. If an edit cannot be applied, usually because another process changed the table
@@ -73,14 +65,16 @@ impl Iptables<'_> {
         let mut unfinished = families;
         // The failure of the first family that is not finished.
         let mut last_failure: Option<FailedEdit> = None;
-        let mut attempt = 0;
-        while !unfinished.is_empty() {
+        for attempt in 0..ATTEMPTS {
             for planned in self.plan_edits(unfinished, &mut plan)? {
                 let writer = self.choose_writer(&planned, attempt);
-                // The failed family is the first of this attempt. `take` clears the failure, so
-                // that the families after it are not compared with it.
+                // The same edit by the same writer would fail again, except beside a concurrent
+                // change. The failed family is the first of this attempt. `take` clears the
+                // failure, so that the families after it are not compared with it.
                 if let Some(failure) = last_failure.take()
-                    && failure.would_be_repeated(&planned.text, writer)
+                    && failure.text == planned.text
+                    && failure.writer == writer
+                    && !is_concurrent_change(&failure.error)
                 {
                     return Err(failure.error);
                 }
@@ -90,7 +84,7 @@ impl Iptables<'_> {
                     // additions may have been made before the error.
                     *changed |= result.is_ok() || planned.variant == Variant::Nft;
                     if let Err(error) = result {
-                        if error.is_deadline() || error.is_terminated() || attempt + 1 == ATTEMPTS {
+                        if error.is_deadline() || error.is_terminated() {
                             return Err(error);
                         }
                         last_failure = Some(FailedEdit { text: planned.text, writer, error });
@@ -99,9 +93,11 @@ impl Iptables<'_> {
                 }
                 unfinished = &unfinished[1..];
             }
-            attempt += 1;
+            if last_failure.is_none() {
+                break;
+            }
         }
-        Ok(())
+        last_failure.map_or(Ok(()), |failure| Err(failure.error))
     }
 
     /// Makes the removals that `plan` returns in iptables-nft. Reads without the lock, so that no
