@@ -120,16 +120,6 @@ pub struct Iptables<'m> {
     notes: Option<Notes>,
 }
 
-impl fmt::Debug for Iptables<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Iptables")
-            .field("table", &self.table)
-            .field("folders", &self.programs.folders)
-            .field("nft", &self.nft)
-            .finish_non_exhaustive()
-    }
-}
-
 impl<'m> Iptables<'m> {
     /// Opens a connection in the calling thread's network namespace. Programs are searched in PATH,
     /// then in the system's folders. `on_sigterm` decides whether SIGTERM ends the wait for the
