@@ -27,7 +27,7 @@ use super::Wanted;
 use super::iptables::multicast;
 use crate::iptables::{SearchFor, words};
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
-use crate::nft::{self, BaseChain, Batch, Hook, Key, Kind, Listed, Nft, Rule, Search, Table};
+use crate::nft::{self, BaseChain, Batch, Hook, Key, Kind, Listed, Nft, Rule, Search, Table, mentions};
 use crate::owner::{AttachmentFilter, OwnerForm};
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -180,8 +180,8 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
     let rules = match filter {
         AttachmentFilter::One { attachment, .. } => find(nft, attachment, SearchFor::Compare)?,
         AttachmentFilter::Garbage { network, .. } => {
-            let selected = filter.owners(KEY);
-            let mut rules = nft.rules_commented(TABLE, CHECKS, &network_key(network))?;
+            let (selected, beginning) = (filter.owners(KEY), network_key(network));
+            let mut rules = nft.rules_where(TABLE, CHECKS, |rule| mentions(rule, &beginning))?;
             let is_selected = |comment: &String| selected.contains(key_of(comment));
             rules.retain(|listed| listed.rule.comment.as_ref().is_some_and(is_selected));
             rules

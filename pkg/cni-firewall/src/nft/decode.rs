@@ -101,11 +101,6 @@ pub fn place(payload: &[u8]) -> Option<Place<'_>> {
     })
 }
 
-/// Returns the comment of a dumped rule; empty if it has none.
-pub fn comment(payload: &[u8]) -> &[u8] {
-    userdata::comment(attribute(object(payload), NFTA_RULE_USERDATA).unwrap_or_default())
-}
-
 /// Returns how many packets the counters of a dumped rule have counted.
 pub fn counted_packets(payload: &[u8]) -> u64 {
     const NFTA_COUNTER_PACKETS: u16 = 2;
@@ -134,8 +129,8 @@ pub fn has_any_pair(rule: &[u8], pairs: &[[u8; 2]]) -> bool {
 }
 
 /// Whether a rule, as the kernel sends it, contains these bytes at an even offset, where names of
-/// chains and addresses always begin. Addresses are in network byte order. True for fewer than two
-/// bytes.
+/// chains, addresses and the comment always begin. Addresses are in network byte order. True for
+/// fewer than two bytes.
 pub fn mentions(rule: &[u8], bytes: impl AsRef<[u8]>) -> bool {
     let Some((first_pair, rest)) = bytes.as_ref().split_first_chunk::<2>() else { return true };
     let mut pairs = rule.as_chunks::<2>().0.iter().enumerate();
@@ -207,7 +202,6 @@ mod tests {
         let _ = (
             rule(bytes),
             place(bytes),
-            comment(bytes),
             counted_packets(bytes),
             chain(bytes),
             generation_low_bits(bytes),

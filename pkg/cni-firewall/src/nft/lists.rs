@@ -29,11 +29,6 @@ impl Nft {
         self.rules_where(table, chain, |_| true)
     }
 
-    /// Returns the chain's rules, in order, whose comment begins with `beginning`.
-    pub fn rules_commented(&mut self, table: Table<'_>, chain: &str, beginning: &str) -> Result<Vec<Listed>> {
-        self.rules_where(table, chain, |rule| decode::comment(rule).starts_with(beginning.as_bytes()))
-    }
-
     /// Returns the chain's rules for which `matches` is true, in order. `matches` gets a rule's
     /// bytes as the kernel sends them: rules that do not match are not decoded, which saves most of
     /// the time.

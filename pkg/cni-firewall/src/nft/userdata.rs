@@ -37,38 +37,22 @@ pub(crate) fn encode(comment: Option<&str>, tags: &[(u8, Vec<u8>)]) -> Option<Ve
     (bytes.len() <= MAX).then_some(bytes)
 }
 
-/// Returns the entries (type, value), up to the first truncated one.
-fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
-    std::iter::from_fn(move || {
-        let [kind, len, rest @ ..] = bytes else { return None };
-        let (value, rest) = rest.split_at_checked(usize::from(*len))?;
-        bytes = rest;
-        Some((*kind, value))
-    })
-}
-
-/// Returns the comment and all other entries (type, value). A second comment, or one without its
-/// final NUL, counts as another entry.
-pub(crate) fn decode(bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
+/// Returns the comment and all other entries (type, value), up to the first truncated one. A second
+/// comment, or one without its final NUL, counts as another entry.
+pub(crate) fn decode(mut bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
     let (mut comment, mut tags) = (None, Vec::new());
-    for entry in entries(bytes) {
-        match entry {
+    while let [kind, len, rest @ ..] = bytes
+        && let Some((value, rest)) = rest.split_at_checked(usize::from(*len))
+    {
+        match (*kind, value) {
             (COMMENT, [text @ .., 0]) if comment.is_none() => {
                 comment = Some(String::from_utf8_lossy(text).into_owned());
             }
             (kind, value) => tags.push((kind, value.to_vec())),
         }
+        bytes = rest;
     }
     (comment, tags)
-}
-
-/// Returns only the comment, without its NUL; empty if there is none.
-pub(crate) fn comment(bytes: &[u8]) -> &[u8] {
-    let comment = entries(bytes).find_map(|entry| match entry {
-        (COMMENT, [text @ .., 0]) => Some(text),
-        _ => None,
-    });
-    comment.unwrap_or_default()
 }
 
 #[cfg(test)]
