@@ -15,7 +15,7 @@ use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
 use super::{Written, egress};
 use crate::iptables::rule_in_words;
 use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
-use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, Table};
+use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, SearchFor, Table};
 use crate::owner::{AttachmentFilter, SelectedOwners};
 
 /// Returns the rule without a verdict that records the owner and the policy of an address. The
@@ -165,19 +165,18 @@ impl RecordChain {
 
     /// Returns the records of the attachment `owner` and those of the addresses. The result can
     /// contain some other records too. Of a long chain only these are read, unless they are many.
-    /// `appends` says whether the caller appends records that are not found.
     pub(super) fn search(
         &self,
         nft: &mut Nft,
         owner: Option<&str>,
         addresses: impl ExactSizeIterator<Item = IpAddr>,
-        appends: bool,
+        purpose: SearchFor,
     ) -> Result<Vec<NftRecord>> {
         let Some(chain) = self.chain.as_ref().filter(|_| addresses.len() <= SEARCHED_MAX) else {
             return self.records(nft);
         };
         let wanted: Vec<Key> = owner.map(Key::comment).into_iter().chain(addresses.map(Key::address)).collect();
-        let search = Search { keys_of: keys, appended: &[], wanted: &wanted, reads_all_if_missing: !appends };
+        let search = Search { keys_of: keys, appended: &[], wanted: &wanted, purpose };
         let rules = nft.rules_with_keys(self.table(), chain, search)?;
         Ok(records_among(&rules))
     }
@@ -193,7 +192,7 @@ impl RecordChain {
         written: &mut Written,
     ) -> Result<()> {
         let addresses = wanted.addresses.iter().map(|owned| owned.address);
-        let records = self.search(nft, Some(wanted.owner), addresses, true)?;
+        let records = self.search(nft, Some(wanted.owner), addresses, SearchFor::Append)?;
         let stale = wanted.stale_records(&records, &mut written.replaced)?;
         self.remove(nft, batch, &stale, wanted.in_table)?;
         written.changed |= self.add(nft, batch, &records, wanted.in_table)?;
@@ -204,7 +203,7 @@ impl RecordChain {
     pub(super) fn purge(&self, nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
         let selected = filter.owners(owner::NAME);
         let records = match &selected {
-            SelectedOwners::One(owner) => self.search(nft, Some(owner), std::iter::empty(), false)?,
+            SelectedOwners::One(owner) => self.search(nft, Some(owner), std::iter::empty(), SearchFor::Compare)?,
             SelectedOwners::Garbage { .. } => self.records(nft)?,
         };
         let removed = records.iter().filter(|record| selected.contains(&record.owned.owner));
@@ -271,7 +270,7 @@ impl RecordChain {
         // Only records of the same address require an element. Any other can require another
         // object.
         let others = if objects.iter().all(|object| matches!(object, Object::Element { .. })) {
-            self.search(nft, None, removed.iter().map(|record| record.owned.address), false)?
+            self.search(nft, None, removed.iter().map(|record| record.owned.address), SearchFor::Compare)?
         } else {
             self.records(nft)?
         };

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
-use super::super::nft::{self, Key, Listed, Nft, Retries, Search};
 use super::{Chain, Rule, Table, compat};
+use crate::nft::{self, Key, Listed, Nft, Retries, Search, SearchFor};
 use cni::Cidr;
 use cni::cidr::octets;
 use cni_linux::error::Result;
@@ -60,17 +60,6 @@ impl Part<'_> {
             Part::Address(address) => Some(Key::address(address)),
         }
     }
-}
-
-/// What a search in a chain is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SearchFor {
-    /// The caller appends the rules that are not found. The kernel then reports whether the index
-    /// of the chain had all rules.
-    Append,
-    /// The caller appends nothing, but compares or deletes what is found. So all rules are read if
-    /// the index has none with one of the parts.
-    Compare,
 }
 
 /// Returns the function that gives the keys of a rule of this family: those of its target, its
@@ -193,8 +182,7 @@ impl<'a> Chains<'a> {
             && let Some(chain) = self.find(name)?.filter(nft::is_long)
             && let Some(nft) = &mut self.nft
         {
-            let reads_all_if_missing = purpose == SearchFor::Compare;
-            let search = Search { keys_of: keys_in(self.family), appended: &[], wanted, reads_all_if_missing };
+            let search = Search { keys_of: keys_in(self.family), appended: &[], wanted, purpose };
             let found = match self.makes_indexes {
                 true => Some(nft.rules_with_keys(self.table, &chain, search)?),
                 false => nft.rules_by_index(self.table, &chain, search)?,
@@ -239,8 +227,8 @@ impl<'a> Chains<'a> {
         if let Some(chain) = self.find(name)?.filter(nft::is_long) {
             let wanted: Vec<Key> = ports.iter().map(|port| Key::port(*port)).chain([Key::target(target)]).collect();
             let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
-            let search =
-                Search { keys_of, appended: &appended, wanted: &wanted, reads_all_if_missing: address.is_none() };
+            let purpose = if address.is_some() { SearchFor::Append } else { SearchFor::Compare };
+            let search = Search { keys_of, appended: &appended, wanted: &wanted, purpose };
             if let Some(found) = self.find_indexed(&chain, search)? {
                 return Ok(in_words(self.family, found));
             }

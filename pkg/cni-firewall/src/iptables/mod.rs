@@ -41,9 +41,10 @@ mod fields;
 mod lock;
 mod rule;
 mod tool;
+pub(crate) use super::nft::SearchFor;
 
 pub use chains::Chains;
-pub(crate) use chains::{JumpSearch, Part, SearchFor, single_address};
+pub(crate) use chains::{JumpSearch, Part, single_address};
 pub(crate) use compat::{rule_in_words, words};
 pub use edit::{CHAIN_NAME_MAX, Edit, check_conditions, is_chain_name};
 pub use lock::NetnsLock;

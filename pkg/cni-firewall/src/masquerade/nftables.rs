@@ -94,7 +94,7 @@ fn find(nft: &mut Nft, attachment: &AttachmentId, purpose: SearchFor) -> Result<
         keys_of: |listed| vec![index_key(listed.rule.comment.as_deref().unwrap_or_default())],
         appended: &[],
         wanted: &[index_key(&key)],
-        reads_all_if_missing: purpose == SearchFor::Compare,
+        purpose,
     };
     let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
     rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| key_of(comment) == key));

@@ -51,6 +51,17 @@ const REPORTS_MAX: usize = 64;
 /// The size of a file above which it is not read: that of a million rules.
 const FILE_MAX: u64 = 64 << 20;
 
+/// What a search in a chain is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SearchFor {
+    /// The caller appends the rules that are not found. The kernel then reports whether the index
+    /// of the chain had all rules.
+    Append,
+    /// The caller appends nothing, but compares or deletes what is found. So all rules are read if
+    /// the index lacks a wanted key.
+    Compare,
+}
+
 /// How a feature searches the rules of one of its chains.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Search<'a> {
@@ -60,9 +71,7 @@ pub(crate) struct Search<'a> {
     pub(crate) appended: &'a [Key],
     /// The keys of the wanted rules.
     pub(crate) wanted: &'a [Key],
-    /// Whether all rules are read if the index lacks a wanted key: for a caller that appends no
-    /// rule, so that the kernel does not report whether the index has all rules.
-    pub(crate) reads_all_if_missing: bool,
+    pub(crate) purpose: SearchFor,
 }
 
 impl Search<'_> {
@@ -291,7 +300,7 @@ impl Nft {
         chain: &Chain,
         keys_of: fn(&Listed) -> Vec<Key>,
     ) -> Result<()> {
-        let search = Search { keys_of, appended: &[], wanted: &[], reads_all_if_missing: false };
+        let search = Search { keys_of, appended: &[], wanted: &[], purpose: SearchFor::Append };
         if is_long(chain) { self.load_index(table, chain, search) } else { Ok(()) }
     }
 
@@ -304,24 +313,24 @@ impl Nft {
         search: Search<'_>,
     ) -> Result<Option<Vec<Listed>>> {
         self.load_index(table, chain, search)?;
-        self.rules_by_used_index(table, chain, search.wanted, search.reads_all_if_missing)
+        self.rules_by_used_index(table, chain, search.wanted, search.purpose == SearchFor::Compare)
     }
 
     /// Returns the chain's rules with one of these keys by an index that was used since the last
-    /// transaction; `None` if there is none, if it names a rule that does not exist, or if it lacks
-    /// a key and `reads_all_if_missing`.
+    /// transaction; `None` if there is none, if it names a rule that does not exist, or if
+    /// `must_have_all` and it lacks a key.
     pub(crate) fn rules_by_used_index(
         &mut self,
         table: Table<'_>,
         chain: &Chain,
         wanted: &[Key],
-        reads_all_if_missing: bool,
+        must_have_all: bool,
     ) -> Result<Option<Vec<Listed>>> {
         let Some(position) = self.indexes.iter().position(|index| index.is_of(table, chain)) else {
             return Ok(None);
         };
         let (handles, has_all) = self.indexes[position].find(wanted);
-        if reads_all_if_missing && !has_all {
+        if must_have_all && !has_all {
             self.indexes.swap_remove(position);
             return Ok(None);
         }

@@ -18,7 +18,7 @@ use super::shape::{self, CONTAINER_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERA
 use super::{ClaimedPort, FamilyRequest};
 use crate::iptables::FAMILIES;
 use crate::nft::userdata::{self, comment_len, tag_len};
-use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, has_any_pair, mentions};
+use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, SearchFor, has_any_pair, mentions};
 use crate::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash, shortened};
 use cni::AttachmentId;
 use cni::cidr::octets;
@@ -176,8 +176,8 @@ pub(super) fn read_rules(
                 listed
             }
             Some(chain) => {
-                let reads_all_if_missing = !appended.contains(&name);
-                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, reads_all_if_missing };
+                let purpose = if appended.contains(&name) { SearchFor::Append } else { SearchFor::Compare };
+                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, purpose };
                 nft.rules_with_keys(table, chain, search)?
             }
             None => continue,
