@@ -29,7 +29,7 @@ pub fn read_userdata(bytes: &[u8]) -> (Option<String>, Vec<(u8, Vec<u8>)>) {
 
 /// Returns a rule of nf_tables in the words of iptables.
 pub fn words_of(family: route::Family, listed: Listed) -> Rule {
-    iptables::rule_in_words(family, listed)
+    iptables::rule_in_words(family, &listed)
 }
 
 /// Returns a rule of iptables with these words, as if a program had listed the rule.

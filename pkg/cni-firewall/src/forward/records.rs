@@ -39,7 +39,7 @@ fn read_record_rule(listed: &Listed) -> Option<OwnedAddress> {
     // A rule names its family only in a table of both families, and `listed` does not have its
     // table. Decoded for the wrong family, a record has no address.
     let families = [route::Family::V4, route::Family::V6];
-    families.into_iter().find_map(|family| read_record(&rule_in_words(family, listed.clone())))
+    families.into_iter().find_map(|family| read_record(&rule_in_words(family, listed)))
 }
 
 /// Returns the keys of a record in the index of its chain. A rule that is not a record has only

@@ -66,7 +66,7 @@ impl Part<'_> {
 /// comment and its addresses.
 pub(super) fn keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
     fn keys(family: Family, listed: &Listed) -> Vec<Key> {
-        let rule = compat::rule_in_words(family, listed.clone());
+        let rule = compat::rule_in_words(family, listed);
         let addresses = ["-s", "-d"].into_iter().filter_map(|option| single_address(&rule, option));
         // Every rule has a key, because a search returns all rules without one.
         let target = Key::target(rule.target().unwrap_or_default());
@@ -150,7 +150,7 @@ impl<'a> Chains<'a> {
         {
             let chain = match nft.find_chain(self.table, name)? {
                 Some(chain) => Some(Chain {
-                    rules: in_words(self.family, nft.rules(self.table, name)?),
+                    rules: in_words(self.family, &nft.rules(self.table, name)?),
                     handle: Some(chain.handle),
                 }),
                 None => None,
@@ -188,7 +188,7 @@ impl<'a> Chains<'a> {
                 false => nft.rules_by_index(self.table, &chain, search)?,
             };
             if let Some(found) = found {
-                return Ok(in_words(self.family, found).into_iter().filter(is_wanted).collect());
+                return Ok(in_words(self.family, &found).into_iter().filter(is_wanted).collect());
             }
         }
         self.scan_rules(name, parts, is_wanted)
@@ -208,7 +208,7 @@ impl<'a> Chains<'a> {
             let needles: Vec<Vec<u8>> = parts.iter().map(|part| part.bytes()).collect();
             let has_part = |rule: &[u8]| needles.iter().any(|needle| nft::mentions(rule, needle));
             let found = nft.rules_where(self.table, name, has_part)?;
-            return Ok(in_words(self.family, found).into_iter().filter(is_wanted).collect());
+            return Ok(in_words(self.family, &found).into_iter().filter(is_wanted).collect());
         }
         Ok(self.rules(name)?.iter().filter(|rule| is_wanted(rule)).cloned().collect())
     }
@@ -230,7 +230,7 @@ impl<'a> Chains<'a> {
             let purpose = if address.is_some() { SearchFor::Append } else { SearchFor::Compare };
             let search = Search { keys_of, appended: &appended, wanted: &wanted, purpose };
             if let Some(found) = self.find_indexed(&chain, search)? {
-                return Ok(in_words(self.family, found));
+                return Ok(in_words(self.family, &found));
             }
         }
         let Some(nft) = &mut self.nft else { return Ok(Vec::new()) };
@@ -240,7 +240,7 @@ impl<'a> Chains<'a> {
         let is_candidate = |rule: &[u8]| nft::has_any_pair(rule, &patterns) || nft::mentions(rule, target);
         let what = format!("failed to list nft chain {} {name}", self.table);
         let found = nft.read_at_once(&what, retries, |nft| nft.rules_where(self.table, name, is_candidate))?;
-        Ok(in_words(self.family, found))
+        Ok(in_words(self.family, &found))
     }
 
     /// Does [`find_jumps`](Chains::find_jumps) in a long chain by its index. If the chain has no
@@ -260,7 +260,7 @@ impl<'a> Chains<'a> {
         let rules = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_of_table(table, |_, _| true))?;
         let mut addresses: BTreeMap<&str, Vec<Key>> = BTreeMap::new();
         for (name, listed) in &rules {
-            let address = destination(&compat::rule_in_words(family, listed.clone()));
+            let address = destination(&compat::rule_in_words(family, listed));
             addresses.entry(name).or_default().extend(address.map(Key::address));
         }
         let jumps: Vec<&Listed> =
@@ -268,7 +268,7 @@ impl<'a> Chains<'a> {
         let entries = jumps.iter().map(|listed| {
             let mut keys = (search.keys_of)(listed);
             if !keys.is_empty()
-                && let Some(target) = compat::rule_in_words(family, (*listed).clone()).target()
+                && let Some(target) = compat::rule_in_words(family, listed).target()
             {
                 keys.extend(addresses.get(target).into_iter().flatten());
             }
@@ -298,7 +298,7 @@ impl<'a> Chains<'a> {
         if let Some(Some(chain)) = self.found_chains.get(jumps)
             && let Some(found) = nft.rules_by_used_index(self.table, chain, &[Key::address(address)], false)?
         {
-            let found = in_words(self.family, found);
+            let found = in_words(self.family, &found);
             let targets = found.iter().filter_map(Rule::target).filter(|target| target.starts_with(prefix));
             return Ok(targets.map(str::to_owned).collect());
         }
@@ -325,7 +325,7 @@ impl<'a> Chains<'a> {
             let is_read = |name: &[u8]| std::str::from_utf8(name).is_ok_and(|name| read_chains.contains_key(name));
             for (name, listed) in nft.rules_of_table(table, |name, _| is_read(name))? {
                 if let Some(Some(chain)) = read_chains.get_mut(&name) {
-                    chain.rules.push(compat::rule_in_words(family, listed));
+                    chain.rules.push(compat::rule_in_words(family, &listed));
                 }
             }
             Ok(read_chains)
@@ -354,8 +354,8 @@ impl<'a> Chains<'a> {
 }
 
 /// Returns rules of nf_tables in the words of iptables.
-fn in_words(family: Family, listed: Vec<Listed>) -> Vec<Rule> {
-    listed.into_iter().map(|listed| compat::rule_in_words(family, listed)).collect()
+fn in_words(family: Family, listed: &[Listed]) -> Vec<Rule> {
+    listed.iter().map(|listed| compat::rule_in_words(family, listed)).collect()
 }
 
 /// Returns the address that the target DNAT of the rule leads to; `None` if the target is another

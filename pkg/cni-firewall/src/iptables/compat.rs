@@ -44,12 +44,12 @@ enum Loaded {
 
 /// Returns a rule of nf_tables in the words of iptables. Unknown parts are left out; the rule is
 /// then not [whole](Rule::is_whole).
-pub(crate) fn rule_in_words(family: Family, listed: Listed) -> Rule {
-    let nft::Rule { exprs, comment, .. } = listed.rule;
-    let mut parts = RuleParts::read(family, &exprs);
+pub(crate) fn rule_in_words(family: Family, listed: &Listed) -> Rule {
+    let nft::Rule { exprs, comment, .. } = &listed.rule;
+    let mut parts = RuleParts::read(family, exprs);
     // Some releases of iptables store the comment as nft does: not in an expression.
     if let Some(comment) = comment {
-        parts.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment]);
+        parts.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment.clone()]);
     }
     Rule { handle: Some(listed.handle), whole: parts.whole, words: parts.into_words() }
 }
@@ -258,7 +258,7 @@ mod tests {
         exprs.push(Expr::Verdict(Verdict::Jump("CNI-A".into())));
         let written = Raw::new(exprs).with_comment("name: \"n\"");
         let listed = Listed { handle: 7, rule: written };
-        let rule = rule_in_words(Family::V4, listed);
+        let rule = rule_in_words(Family::V4, &listed);
         assert_eq!(
             (rule.comment(), rule.target(), rule.value("-s")),
             (Some("name: \"n\""), Some("CNI-A"), Some("10.1.2.3/32"))

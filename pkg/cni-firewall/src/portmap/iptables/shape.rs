@@ -180,7 +180,7 @@ pub(super) fn jump_keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
 /// Returns the keys of a rule of [`DNAT`], its ports and its target; none for a rule that can match
 /// any port.
 fn jump_keys(family: Family, listed: &Listed) -> Vec<Key> {
-    let Some(jump) = Jump::read(&rule_in_words(family, listed.clone())) else { return Vec::new() };
+    let Some(jump) = Jump::read(&rule_in_words(family, listed)) else { return Vec::new() };
     if jump.ports.is_empty() {
         return Vec::new();
     }
