@@ -6,10 +6,11 @@
 //! [whole](super::Rule::is_whole). No rule can make a function here fail or panic, because any
 //! program may have written it.
 
+use super::extensions;
 use super::rule::Rule;
-use super::{extensions, fields};
 use crate::nft::expr::{Base, CmpOp, Expr, ExtensionKind, MetaKey, Verdict, Xtables};
 use crate::nft::{self, Listed};
+use cni::cidr::from_octets;
 use cni_linux::route::Family;
 
 /// The words of a rule while its expressions are read. Each part of the printed line has a field,
@@ -129,12 +130,12 @@ impl RuleParts {
         let is_negated = negation.is_some();
         let option = |name: &str, value: String| negation.into_iter().chain([name.to_owned(), value]);
         match (loaded, mask) {
-            (Loaded::Source, _) => self.source = option("-s", fields::prefix(family, mask, data)?).collect(),
+            (Loaded::Source, _) => self.source = option("-s", prefix(family, mask, data)?).collect(),
             // Only rules of nf_tables have several: those of masquerading with exclusions.
-            (Loaded::Destination, _) => self.destination.extend(option("-d", fields::prefix(family, mask, data)?)),
-            (Loaded::Interface(name), None) => self.interfaces.extend(option(name, fields::interface(data))),
+            (Loaded::Destination, _) => self.destination.extend(option("-d", prefix(family, mask, data)?)),
+            (Loaded::Interface(name), None) => self.interfaces.extend(option(name, interface(data))),
             (Loaded::Protocol, None) => {
-                let protocol = fields::protocol_name(*data.first()?);
+                let protocol = protocol_name(*data.first()?);
                 if is_negated {
                     self.negated_protocol = option("-p", protocol).collect();
                 } else {
@@ -149,7 +150,7 @@ impl RuleParts {
                 self.matches.extend(["-m".into(), protocol, name.into(), port.to_string()]);
             }
             (Loaded::Mark, _) if !is_negated => {
-                let (value, mask) = (fields::number(data)?, fields::number(mask.unwrap_or(&[u8::MAX; 4]))?);
+                let (value, mask) = (number(data)?, number(mask.unwrap_or(&[u8::MAX; 4]))?);
                 self.matches.extend(["-m", "mark", "--mark"].map(str::to_owned));
                 self.matches.push(extensions::mark_text(value, mask));
             }
@@ -200,6 +201,65 @@ impl RuleParts {
         let comparisons = [self.source, self.destination, self.interfaces, protocol, self.negated_protocol];
         [comparisons.concat(), self.matches, self.target].concat()
     }
+}
+
+/// Reads `bytes`, which must be four, as a number in the machine's byte order.
+fn number(bytes: &[u8]) -> Option<u32> {
+    bytes.try_into().ok().map(u32::from_ne_bytes)
+}
+
+/// Returns the prefix (`10.1.0.0/16`) that a comparison with `data` compares an address with.
+/// Without a mask, the prefix has as many bytes as `data`, because nf_tables can compare only the
+/// first bytes of an address. `None` for a mask with holes, for a mask whose length differs from
+/// that of `data`, and for `data` that is empty or longer than an address.
+fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
+    let address_len = if family == Family::V4 { 4 } else { 16 };
+    if data.is_empty() || data.len() > address_len {
+        return None;
+    }
+    let prefix_len = match mask {
+        None => data.len() * 8,
+        Some(mask) if mask.len() != data.len() => return None,
+        Some(mask) => {
+            let mut bits = [0; 16];
+            bits[..mask.len()].copy_from_slice(mask);
+            let bits = u128::from_be_bytes(bits);
+            if bits.count_ones() != bits.leading_ones() {
+                return None;
+            }
+            bits.leading_ones() as usize
+        }
+    };
+    let mut bytes = data.to_vec();
+    bytes.resize(address_len, 0);
+    Some(format!("{}/{prefix_len}", from_octets(&bytes)?))
+}
+
+/// Returns the interface name of a comparison with `data`, as iptables prints it. Without a NUL,
+/// `data` is only the beginning of the matching names: `eth+`.
+fn interface(data: &[u8]) -> String {
+    let end = data.iter().position(|byte| *byte == 0);
+    let name = String::from_utf8_lossy(&data[..end.unwrap_or(data.len())]).into_owned();
+    if end.is_some() { name } else { name + "+" }
+}
+
+/// Returns a protocol as iptables prints it: by name, or by number if CNI plugins do not use the
+/// protocol.
+fn protocol_name(number: u8) -> String {
+    match i32::from(number) {
+        libc::IPPROTO_TCP => "tcp".into(),
+        libc::IPPROTO_UDP => "udp".into(),
+        libc::IPPROTO_SCTP => "sctp".into(),
+        libc::IPPROTO_ICMP => "icmp".into(),
+        libc::IPPROTO_ICMPV6 => "ipv6-icmp".into(),
+        other => other.to_string(),
+    }
+}
+
+/// Returns the number of the protocol that [`protocol_name`] prints as `name`, which can itself be
+/// a number. `None` for any other name.
+pub(super) fn protocol_number(name: &str) -> Option<u8> {
+    name.parse().ok().or_else(|| (1..=u8::MAX).find(|number| protocol_name(*number) == name))
 }
 
 #[cfg(test)]

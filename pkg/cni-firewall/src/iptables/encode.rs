@@ -10,8 +10,8 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use super::compat::protocol_number;
 use super::extensions::{self, decimal};
-use super::fields::protocol_number;
 use crate::nft::expr::{self, CmpOp, Expr, ExtensionKind, MetaKey, Reg, Verdict};
 use cni_linux::route::Family;
 

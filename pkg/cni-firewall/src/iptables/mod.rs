@@ -37,12 +37,11 @@ mod compat;
 mod edit;
 mod encode;
 mod extensions;
-mod fields;
 mod lock;
 mod rule;
 mod tool;
-pub(crate) use super::nft::SearchFor;
 
+pub(crate) use super::nft::SearchFor;
 pub use chains::Chains;
 pub(crate) use chains::{JumpSearch, Part, single_address};
 pub(crate) use compat::{rule_in_words, words};
