@@ -154,7 +154,7 @@ fn check_accepted_conditions(words: &[String]) {
     if accepts_for_nft(words) {
         let text = words.join(" ");
         let tokens = [Colons::Separate, Colons::InAddresses].into_iter().flat_map(|colons| nft_tokens(&text, colons));
-        let offender = tokens.into_iter().find(|token| nft_keywords_refused().contains(&token.as_str()));
+        let offender = tokens.into_iter().find(|token| nft_keywords_refused().any(|keyword| keyword == token));
         assert_eq!(offender, None, "accepted for nft: {text:?}");
     }
 }

@@ -32,6 +32,6 @@ pub fn accepts_for_nft(conditions: &[String]) -> bool {
 }
 
 /// Returns the keywords that are not allowed in a condition for nft outside a quoted name.
-pub fn nft_keywords_refused() -> &'static [&'static str] {
-    &FORBIDDEN_KEYWORDS
+pub fn nft_keywords_refused() -> impl Iterator<Item = &'static str> {
+    FORBIDDEN_KEYWORDS.split(' ')
 }

@@ -217,39 +217,9 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
 }
 
 /// The keywords of nft's language that are not allowed in a condition: statements and commands.
-pub(crate) const FORBIDDEN_KEYWORDS: [&str; 31] = [
-    "accept",
-    "drop",
-    "reject",
-    "return",
-    "jump",
-    "goto",
-    "continue",
-    "queue",
-    "dnat",
-    "snat",
-    "masquerade",
-    "redirect",
-    "comment",
-    "add",
-    "delete",
-    "flush",
-    "insert",
-    "table",
-    "chain",
-    "rule",
-    "include",
-    "define",
-    "set",
-    "vmap",
-    "update",
-    "notrack",
-    "tproxy",
-    "synproxy",
-    "dup",
-    "fwd",
-    "flow",
-];
+pub(crate) const FORBIDDEN_KEYWORDS: &str = "accept drop reject return jump goto continue queue dnat snat \
+    masquerade redirect comment add delete flush insert table chain rule include define set vmap update notrack \
+    tproxy synproxy dup fwd flow";
 
 /// Checks that conditions in nft's language contain only matches.
 ///
@@ -268,8 +238,8 @@ pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
         // The first part is unquoted, the second quoted, and so on. Quoted parts are names.
         for unquoted in condition.split('"').step_by(2) {
             for word in unquoted.split(|char| !can_be_in_name(char)) {
-                if let Some(keyword) = FORBIDDEN_KEYWORDS.iter().find(|keyword| ends_in_keyword(word, keyword)) {
-                    return Err((*keyword).to_owned());
+                if let Some(keyword) = FORBIDDEN_KEYWORDS.split(' ').find(|keyword| ends_in_keyword(word, keyword)) {
+                    return Err(keyword.to_owned());
                 }
             }
         }
