@@ -105,13 +105,8 @@ impl Conf {
 
     /// Returns the valid mappings, for DEL.
     pub(crate) fn valid_mappings(conf: &NetConf) -> Vec<Mapping> {
-        let mut mappings = Vec::new();
-        for item in listed_mappings(conf) {
-            if let Ok(raw) = item.decode::<RawMapping>() {
-                mappings.extend(check_mapping(&raw).ok());
-            }
-        }
-        mappings
+        let items = listed_mappings(conf).iter().enumerate();
+        items.filter_map(|(index, item)| check_mapping(&item.decode().ok()?, index).ok()).collect()
     }
 
     /// Returns what [`Conf::new`] has refused with this error: `portMappings[1]` for an invalid
@@ -127,8 +122,9 @@ impl Conf {
         }
         for (index, item) in listed_mappings(conf).iter().enumerate() {
             let Ok(raw) = item.decode::<RawMapping>() else { continue };
-            if let Err(MappingError::Port(text)) = check_mapping(&raw)
-                && text == error.msg()
+            // Errors with details name the mapping themselves.
+            if let Err(refusal) = check_mapping(&raw, index)
+                && (refusal.msg(), refusal.details()) == (error.msg(), "")
             {
                 return Some(format!("portMappings[{index}]"));
             }
@@ -143,14 +139,6 @@ fn listed_mappings(conf: &NetConf) -> &[Json] {
         Some(Json::Array(items)) => items,
         _ => &[],
     }
-}
-
-/// The reason why a mapping is invalid.
-enum MappingError {
-    /// An invalid port; Go's text.
-    Port(String),
-    /// Any other mistake, for which Go has no text.
-    Other(String),
 }
 
 /// Returns the keys that this plugin does not read.
@@ -268,12 +256,7 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     // The host ports of the mappings so far, each with the index of its mapping.
     let mut claimed: BTreeMap<ClaimedPort, usize> = BTreeMap::new();
     for (index, raw) in raw.iter().enumerate() {
-        let mapping = check_mapping(raw).map_err(|error| match error {
-            MappingError::Port(text) => Error::config(text),
-            MappingError::Other(text) => {
-                Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
-            }
-        })?;
+        let mapping = check_mapping(raw, index)?;
         // A map is used because comparing all pairs would take quadratic time in the number of
         // mappings, which the pod's author chooses.
         let earlier = mapping.host_ports().filter_map(|claim| claimed.get(&claim).copied()).min();
@@ -287,24 +270,31 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// Checks one mapping.
-fn check_mapping(raw: &RawMapping) -> Result<Mapping, MappingError> {
+/// Checks the mapping at this index of the list.
+///
+/// # Errors
+/// Code 7. The text about a port is Go's, and does not name the mapping. All other errors name it,
+/// and have details.
+fn check_mapping(raw: &RawMapping, index: usize) -> Result<Mapping> {
     let check_port = |port: i64, what: &str| match u16::try_from(port) {
         Ok(port @ 1..) => Ok(port),
-        _ => Err(MappingError::Port(format!("Invalid {what} port number: {port}"))),
+        _ => Err(Error::config(format!("Invalid {what} port number: {port}"))),
+    };
+    let refused = |text: String| {
+        Error::config(format!("{text} (portMappings[{index}])")).with_details("runtimeConfig.portMappings")
     };
     let container_port = check_port(raw.container_port, "container")?;
     let host_port = check_port(raw.host_port, "host")?;
     let protocol = match raw.protocol.as_deref().unwrap_or_default() {
         "" => Protocol::Tcp,
         name => Protocol::by_name(name)
-            .ok_or_else(|| MappingError::Other(format!("Invalid protocol {name:?}: not tcp, udp or sctp")))?,
+            .ok_or_else(|| refused(format!("Invalid protocol {name:?}: not tcp, udp or sctp")))?,
     };
     let host_ip = match raw.host_ip.as_deref().unwrap_or_default() {
         "" => None,
         text => {
             let host_ip: Result<IpAddr, _> = text.parse();
-            Some(host_ip.map_err(|_| MappingError::Other(format!("Invalid host IP {text:?}")))?.to_canonical())
+            Some(host_ip.map_err(|_| refused(format!("Invalid host IP {text:?}")))?.to_canonical())
         }
     };
     Ok(Mapping { protocol, host_ip, host_port, container_port })
