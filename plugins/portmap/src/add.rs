@@ -79,7 +79,7 @@ fn write_rules<'a>(
         Refusal::Unusable { backend, error } => Error::from(error)
             .context(format!("\"backend\": \"{}\" cannot be used on this host", backend.name()))
             .with_code(Code::UNSUPPORTED_FIELD),
-        Refusal::PortTaken(holder) => Error::new(Code::CONFLICT, holder.to_string())
+        Refusal::PortTaken(holder) => Error::new(Code::CONFLICT, holder)
             .with_details("that container is alive; \"portConflict\": \"ignore\" maps the port anyway"),
         Refusal::Condition { token, why } => {
             Error::config(format!("conditionsV4 or conditionsV6 cannot be parsed from {token:?} on: {why}"))

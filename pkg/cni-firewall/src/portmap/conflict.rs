@@ -45,27 +45,27 @@ pub enum Policy {
 /// Another container, as its rule describes it. The rule maps a wanted port, or leads to the
 /// address of the ADD's own container.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
+pub(super) struct Holder {
     /// The container ID, or a name in parentheses if the rule does not have the ID.
-    pub container: String,
+    pub(super) container: String,
     /// The network, if the rule names one.
-    pub network: Option<String>,
-    /// The alias of the attachment, if the rule has it.
-    pub alias: Option<String>,
+    pub(super) network: Option<String>,
+    /// The attachment, if the rule has its alias.
+    pub(super) attachment: Option<Marked>,
     /// Whether a link on the host had that alias when the rule was made.
-    pub had_link: bool,
+    pub(super) had_link: bool,
     /// Whether the rules of the two containers have different conditions, so that both may have the
     /// port.
-    pub conditions_differ: bool,
+    pub(super) conditions_differ: bool,
     /// The port, and where its connections go.
-    pub claim: ClaimedPort,
+    pub(super) claim: ClaimedPort,
 }
 
 impl Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} is mapped to {} of container {}", self.claim, self.claim.container, self.container)?;
-        match self.alias.as_deref().and_then(AttachmentId::parse) {
-            Some(marked) => write!(f, ", interface {} in network {}", marked.ifname, marked.network),
+        match &self.attachment {
+            Some(Marked { network, ifname, .. }) => write!(f, ", interface {ifname} in network {network}"),
             None => Ok(()),
         }
     }
@@ -98,9 +98,9 @@ pub(super) struct ConflictSearch<'w> {
     pub(super) wanted: &'w Forwarding,
     /// Its claims in both families.
     claims: Vec<ClaimedPort>,
-    /// The living container because of which [`decide_removal`](ConflictSearch::decide_removal) has
-    /// failed.
-    pub(super) held: Option<Holder>,
+    /// A description of the living container because of which
+    /// [`decide_removal`](ConflictSearch::decide_removal) has failed.
+    pub(super) held: Option<String>,
     tables: SearchedTables,
     notes: Notes,
     /// Remarks for the operator about the rules in `tables`, one sentence each.
@@ -178,16 +178,15 @@ impl<'w> ConflictSearch<'w> {
     ///
     /// # Errors
     /// - [`Error::is_held`]: the holder is alive and has a wanted port, so the ADD must fail. The
-    ///   holder is then in `held`.
+    ///   description is then in `held`.
     /// - The links cannot be read.
     pub(super) fn decide_removal(&mut self, holder: Holder) -> Result<bool> {
         let has_wanted_port = self.is_wanted_port(&holder.claim);
         let address = holder.claim.container.ip();
         match self.liveness_of(&holder)? {
             Liveness::Alive if has_wanted_port => {
-                let error = Error::new("failed to map a host port", Cause::Held(holder.to_string()));
-                self.held = Some(holder);
-                return Err(error);
+                self.held = Some(holder.to_string());
+                return Err(Error::new("failed to map a host port", Cause::Held(holder.to_string())));
             }
             // The rule leads to the address of this container, which a container of another network
             // may have too. So the rule stays.
@@ -229,10 +228,11 @@ impl<'w> ConflictSearch<'w> {
         if !leads_here && holder.conditions_differ {
             return Ok(Liveness::Unknown);
         }
+        // The alias may have only a hash of the container ID.
         if holder.had_link
-            && let Some(attachment) = holder.attachment()
+            && let Some(Marked { network, container_id: Some(container_id), ifname }) = &holder.attachment
         {
-            return Ok(match self.find_host_link(&attachment)? {
+            return Ok(match self.find_host_link(&AttachmentId::new(network, container_id, ifname))? {
                 // The container exists, but both containers may have the port.
                 Some(_) if holder.conditions_differ => Liveness::Unknown,
                 Some(_) => Liveness::Alive,
@@ -289,14 +289,5 @@ impl<'w> ConflictSearch<'w> {
             Some(host) => host,
             none => none.insert(Netlink::open()?),
         })
-    }
-}
-
-impl Holder {
-    /// Returns the attachment that the rule names; `None` if the rule has no alias, or if the alias
-    /// has only a hash of the container ID.
-    fn attachment(&self) -> Option<AttachmentId> {
-        let Marked { network, container_id, ifname } = self.alias.as_deref().and_then(AttachmentId::parse)?;
-        Some(AttachmentId::new(network, container_id?, ifname))
     }
 }

@@ -32,7 +32,7 @@ pub(super) mod nft;
 
 pub use cni_linux::conntrack::{ClaimedPort, Protocol};
 use conflict::ConflictSearch;
-pub use conflict::{Holder, Policy};
+pub use conflict::Policy;
 
 /// Host ports in one network namespace.
 ///
@@ -56,8 +56,8 @@ pub enum Refusal {
         /// The error that shows this.
         error: Error,
     },
-    /// A living container has one of the ports.
-    PortTaken(Box<Holder>),
+    /// A living container, which the text describes, has one of the ports.
+    PortTaken(String),
     /// Conditions that neither portmap nor the program `nft` understands.
     Condition {
         /// The first token that is not understood.
@@ -144,7 +144,7 @@ impl<'m> PortMap<'m> {
             *changed_backend = Some(backend);
         }
         match (result, search.held) {
-            (Err(_), Some(holder)) => Err(Refusal::PortTaken(Box::new(holder))),
+            (Err(_), Some(holder)) => Err(Refusal::PortTaken(holder)),
             (Err(Refusal::Failed(error)), None) if self.lacks_backend(backend, wanted, &error) => {
                 Err(Refusal::Unusable { backend, error })
             }

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 
 use cni::machine::OnSigterm;
 
-use super::super::conflict::{ConflictSearch, SearchedTables};
-use super::super::{ClaimedPort, FamilyRequest, Holder};
+use super::super::conflict::{ConflictSearch, Holder, SearchedTables};
+use super::super::{ClaimedPort, FamilyRequest};
 use super::shape::{self, DNAT, Jump, SNAT, Section};
 use super::{candidate_jumps, jumps_to};
 use crate::Backend;
@@ -322,7 +322,7 @@ fn holder_of(
     Holder {
         container: container_id.map_or_else(|| format!("(chain {chain})"), str::to_owned),
         network: network.map(str::to_owned),
-        alias: section.alias().map(str::to_owned),
+        attachment: marked,
         had_link: section.had_link(),
         // Any conditions count as different, because the kernel can return them in a form that
         // differs from the configuration.

@@ -22,8 +22,8 @@ use std::time::Duration;
 use cni::machine::{Child, Exit, Machine, OnSigterm};
 
 use super::conditions;
-use super::conflict::{ConflictSearch, SearchedTables};
-use super::{ClaimedPort, FamilyRequest, Forwarding, Holder, Policy, Refusal, Snat};
+use super::conflict::{ConflictSearch, Holder, SearchedTables};
+use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, Refusal, Snat};
 use crate::engine::{self, Store};
 use crate::nft::{Batch, Expr, Key, Nft, Rule};
 use crate::owner::{AttachmentFilter, OwnerTag, Untagged};
@@ -151,11 +151,11 @@ fn dead_rules_among<'r>(
         if is_own || !search.conflicts_with(&claim) {
             continue;
         }
-        let tag = OwnerTag::of(rule);
+        let attachment = OwnerTag::of(rule).alias().and_then(AttachmentId::parse);
         let holder = Holder {
             container: rule.comment.clone().unwrap_or_else(|| "(unknown)".to_owned()),
-            network: tag.alias().and_then(AttachmentId::parse).map(|marked| marked.network),
-            alias: tag.alias().map(str::to_owned),
+            network: attachment.as_ref().map(|marked| marked.network.clone()),
+            attachment,
             had_link: identity::had_link(rule),
             conditions_differ: conditions.as_ref().is_none_or(|wanted| rule.exprs[..condition_count] != *wanted),
             claim,
