@@ -25,9 +25,9 @@ pub(crate) mod shape;
 #[cfg(test)]
 mod tests;
 
-use removal::{can_match_any, delete_section, plan_displacement};
+use removal::{delete_rules, plan_displacement};
 pub(super) use removal::{purge, search_other_tables};
-use shape::{DNAT, Jump, MASQ, SETMARK, Section};
+use shape::{DNAT, MASQ, RuleGroup, SETMARK, can_match_any};
 
 /// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
 /// the ports before either is changed.
@@ -41,42 +41,26 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
     let wanted = search.wanted;
     search.begin(SearchedTables::Written);
     let host_link = search.find_host_link(&wanted.attachment)?;
-    let mapped: Vec<FamilyRequest<'_>> = wanted.families().collect();
-    let plan = |nat: &mut Chains<'_>| {
+    let plan = |nat: &mut Chains<'_>, search: &mut ConflictSearch<'_>| {
         let family = nat.family();
-        match mapped.iter().find(|request| request.family == family) {
-            Some(request) => plan_family(nat, request, host_link.as_deref(), search),
+        match wanted.families_with_address().find(|request| request.family == family) {
+            Some(request) => plan_family(nat, &request, host_link.as_deref(), search),
             None => Ok(Edit::new()),
         }
     };
-    store.ensure_in_iptables(mapped.iter().map(|request| request.family), plan, changed)?;
+    let mapped_families = wanted.families().map(|request| request.family);
+    store.ensure_in_iptables(mapped_families, |nat| plan(nat, search), changed)?;
+    // Where the container has an address but no port is mapped, only the CHECK of Go's plugin needs
+    // the container's chain and the jumps to it.
     for request in wanted.families_with_address().filter(|request| request.claims.is_empty()) {
-        ensure_empty_chain(store, &request, host_link.as_deref(), search, changed)?;
-    }
-    Ok(())
-}
-
-/// Creates the container's chain, without a mapping, and the rules that jump to the chain, in a
-/// family in which the container has an address but no port is mapped. Only the CHECK of Go's
-/// plugin needs these rules, so a failure to write them only adds a remark.
-///
-/// # Errors
-/// SIGTERM or a deadline.
-fn ensure_empty_chain(
-    store: &Store<'_>,
-    request: &FamilyRequest<'_>,
-    host_link: Option<&str>,
-    search: &mut ConflictSearch<'_>,
-    changed: &mut bool,
-) -> Result<()> {
-    let plan = |nat: &mut Chains<'_>| plan_family(nat, request, host_link, search);
-    match store.ensure_in_iptables([request.family], plan, changed) {
-        Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
-        Err(error) => search.remark(format_args!(
-            "failed to create the empty portmap chain in {}, which only the CHECK of Go's portmap needs: {error}",
-            program_prefix(request.family)
-        )),
-        Ok(()) => {}
+        match store.ensure_in_iptables([request.family], |nat| plan(nat, search), changed) {
+            Err(error) if error.is_terminated() || error.is_deadline() => return Err(error),
+            Err(error) => search.remark(format_args!(
+                "failed to create the empty portmap chain in {}, which only the CHECK of Go's portmap needs: {error}",
+                program_prefix(request.family)
+            )),
+            Ok(()) => {}
+        }
     }
     Ok(())
 }
@@ -100,17 +84,13 @@ fn plan_family(
     Ok(edit)
 }
 
-/// Whether a section of the container's chain belongs to this attachment: its marker names the
-/// attachment, or it has no marker (Go's plugin made it) and all its mappings lead to the
-/// container's addresses. True for the empty section of an empty chain, so that undoing an ADD also
-/// removes an empty chain.
-fn is_own(section: &Section, wanted: &Forwarding) -> bool {
-    match section.alias() {
+/// Whether rules of the container's chain belong to this attachment: their marker names the
+/// attachment, or they have no marker (Go's plugin made them) and lead to one of the container's
+/// addresses. True for the empty group of an empty chain, so that the chain is replaced as a whole.
+fn is_own(group: &RuleGroup<'_>, wanted: &Forwarding) -> bool {
+    match group.alias() {
         Some(alias) => alias == wanted.attachment.alias(),
-        None => section
-            .mappings
-            .iter()
-            .all(|mapping| mapping.claim.is_some_and(|claim| wanted.is_container(claim.container.ip()))),
+        None => group.rules.is_empty() || group.claim.is_some_and(|claim| wanted.is_container(claim.container.ip())),
     }
 }
 
@@ -164,19 +144,17 @@ fn plan_own_rules(
     let chain = shape::chain_name(&wanted.attachment);
     let mut new_rules = vec![shape::marker_rule(&wanted.attachment, host_link)];
     new_rules.extend(request.claims.iter().flat_map(|claim| shape::mapping_rules(wanted, request.container, claim)));
-    let sections = shape::sections(nat.rules(&chain)?);
-    let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
-    let claims_of_others: Vec<ClaimedPort> = others.iter().flat_map(|section| section.claims()).collect();
-    let own_rules: Vec<&Rule> = own.iter().flat_map(|section| section.rules()).collect();
+    let groups = shape::groups(nat.rules(&chain)?);
+    let (own, others): (Vec<_>, Vec<_>) = groups.into_iter().partition(|group| is_own(group, wanted));
+    let claims_of_others: Vec<ClaimedPort> = others.iter().filter_map(|group| group.claim).collect();
+    let own_rules: Vec<&Rule> = own.iter().flat_map(|group| group.rules).collect();
     let is_in_place =
         own_rules.len() == new_rules.len() && own_rules.iter().zip(&new_rules).all(|(rule, words)| rule.matches(words));
     if !is_in_place {
         if others.is_empty() {
             edit.replace_chain(&chain);
         } else {
-            for section in own {
-                delete_section(edit, &chain, section, &claims_of_others);
-            }
+            delete_rules(edit, &chain, own_rules, &claims_of_others);
         }
         for words in new_rules {
             edit.append(&chain, words);
@@ -184,8 +162,8 @@ fn plan_own_rules(
     }
     let jumps: Vec<&Rule> = candidate_jumps.iter().filter(|rule| rule.target() == Some(&chain)).collect();
     plan_jumps(request, &jumps, &claims_of_others, edit);
-    let by_go = others.iter().filter(|section| section.marker.is_none());
-    Ok(by_go.flat_map(|section| section.claims()).collect())
+    let by_go = others.iter().filter(|group| group.marker.is_none());
+    Ok(by_go.filter_map(|group| group.claim).collect())
 }
 
 /// Plans the jumps to the container's chain: adds those that are not among `existing`, and removes
@@ -281,20 +259,20 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
     }
     let jumps = jumps_to(nat, &chain, Retries::Many)?;
     let chain_rules = nat.rules(&chain)?;
-    let sections = shape::sections(chain_rules);
-    let (own, others): (Vec<&Section>, Vec<&Section>) = sections.iter().partition(|section| is_own(section, wanted));
-    let unmarked: Vec<&Section> = others.into_iter().filter(|section| section.marker.is_none()).collect();
-    // An unmarked section for another address counts too: it can have the rule that marks
-    // connections to a port, because Go makes that rule only once, with the first address.
-    let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|section| section.rules()).collect();
-    let unmarked_claims: Vec<ClaimedPort> = unmarked.iter().flat_map(|section| section.claims()).collect();
+    let groups = shape::groups(chain_rules);
+    let (own, others): (Vec<_>, Vec<_>) = groups.into_iter().partition(|group| is_own(group, wanted));
+    let unmarked: Vec<_> = others.into_iter().filter(|group| group.marker.is_none()).collect();
+    // Unmarked rules for another address count too: one can be the rule that marks connections to a
+    // port, because Go makes that rule only once, with the first address.
+    let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|group| group.rules).collect();
+    let unmarked_claims: Vec<ClaimedPort> = unmarked.iter().filter_map(|group| group.claim).collect();
     for claim in claims {
         for words in shape::mapping_rules(wanted, *container, claim) {
             if !accepted_rules.iter().any(|rule| rule.matches(&words)) {
                 differences.push(format!("chain {chain} lacks `{}`", words.join(" ")));
             }
         }
-        if !jumps.iter().filter_map(Jump::read).any(|jump| jump.can_match(claim)) {
+        if !jumps.iter().any(|jump| can_match_any(jump, &[*claim])) {
             differences.push(format!("chain {DNAT} lacks a rule that jumps to {chain} for {claim}"));
         }
         // The first rule for the port takes precedence, even if it leads to another address.
@@ -304,7 +282,7 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));
         }
     }
-    for claim in own.iter().flat_map(|section| section.claims()) {
+    for claim in own.iter().filter_map(|group| group.claim) {
         if !claims.contains(&claim) {
             differences
                 .push(format!("chain {chain} also maps {claim} to {}, which was not requested", claim.container));

@@ -2,8 +2,7 @@
 //! containers that are for a wanted port or lead to the ADD's container. Keeps the rules that other
 //! attachments need.
 //!
-//! A container's chain consists of [`Section`]s, mostly one for each attachment. The jumps to the
-//! chain are not part of them.
+//! A container's chain consists of [`RuleGroup`]s. The jumps to the chain are not part of them.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +10,7 @@ use cni::machine::OnSigterm;
 
 use super::super::conflict::{ConflictSearch, Holder, SearchedTables};
 use super::super::{ClaimedPort, FamilyRequest};
-use super::shape::{self, DNAT, Jump, SNAT, Section};
+use super::shape::{self, DNAT, RuleGroup, SNAT, can_match_any};
 use super::{candidate_jumps, jumps_to};
 use crate::Backend;
 use crate::engine::Store;
@@ -56,7 +55,7 @@ pub(in super::super) fn purge(
             let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
             let is_garbage_owner =
                 |(of, container_id): &JumpOwner<'_>| *of == network && !valid_containers.contains(container_id);
-            let is_garbage = |section: &Section, owners: &[JumpOwner<'_>]| match section.alias() {
+            let is_garbage = |group: &RuleGroup<'_>, owners: &[JumpOwner<'_>]| match group.alias() {
                 Some(alias) => selected.contains(alias),
                 None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
             };
@@ -74,16 +73,17 @@ fn plan_removal_of_one(
     claims: &mut BTreeSet<ClaimedPort>,
 ) -> Result<Edit> {
     let known = untagged.addresses_in(nat.family());
-    let is_removed = |section: &Section, owners: &[JumpOwner<'_>]| match section.alias() {
+    let is_removed = |group: &RuleGroup<'_>, owners: &[JumpOwner<'_>]| match group.alias() {
         Some(alias) => alias == attachment.alias(),
-        // Go's plugin made the section. It belongs to another container if all owners are other
+        // Go's plugin made the rules. They belong to another container if all owners are other
         // containers: two containers can share a chain, because its name is a hash of network and
         // container ID without a separator.
         None => {
-            let leads_elsewhere = |address| known.is_some_and(|known| !known.contains(&address));
+            let leads_elsewhere =
+                |claim: ClaimedPort| known.is_some_and(|known| !known.contains(&claim.container.ip()));
             let may_be_of_container =
                 owners.is_empty() || owners.contains(&(&attachment.network, &attachment.container_id));
-            may_be_of_container && !section.address().is_some_and(leads_elsewhere)
+            may_be_of_container && !group.claim.is_some_and(leads_elsewhere)
         }
     };
     let mut edit = Edit::new();
@@ -103,12 +103,12 @@ fn plan_removal_of_one(
     Ok(edit)
 }
 
-/// Returns the removal of the sections of all containers' chains for which `is_garbage` is true, as
+/// Returns the removal of the rules of all containers' chains for which `is_garbage` is true, as
 /// [`plan_removal_from`] does for one chain. Reads each chain once. Adds the claims of the removed
-/// sections to `claims`.
+/// rules to `claims`.
 pub(super) fn plan_garbage(
     nat: &mut Chains<'_>,
-    is_garbage: impl Fn(&Section, &[JumpOwner<'_>]) -> bool,
+    is_garbage: impl Fn(&RuleGroup<'_>, &[JumpOwner<'_>]) -> bool,
     claims: &mut BTreeSet<ClaimedPort>,
 ) -> Result<Edit> {
     let mut edit = Edit::new();
@@ -125,21 +125,21 @@ pub(super) fn plan_garbage(
     Ok(edit)
 }
 
-/// Adds to `edit` the removal of the sections of a chain for which `is_removed` is true, of the
-/// `jumps` that no kept section needs, and of the chain if no section is kept. `jumps` are all
-/// jumps to the chain; `is_removed` is called with a section and the owners that the comments of
-/// all jumps name. Returns the claims of the removed sections.
+/// Adds to `edit` the removal of the rules of a chain for which `is_removed` is true, of the
+/// `jumps` that no kept rule needs, and of the chain if no rule is kept. `jumps` are all jumps to
+/// the chain; `is_removed` is called with a group of rules and the owners that the comments of all
+/// jumps name. Returns the claims of the removed rules.
 fn plan_removal_from(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),
     jumps: &[Rule],
-    is_removed: impl Fn(&Section, &[JumpOwner<'_>]) -> bool,
+    is_removed: impl Fn(&RuleGroup<'_>, &[JumpOwner<'_>]) -> bool,
 ) -> Vec<ClaimedPort> {
     let owners: Vec<JumpOwner<'_>> = jumps.iter().filter_map(jump_owner).collect();
-    let (removed, kept): (Vec<Section>, Vec<Section>) =
-        shape::sections(&content.rules).into_iter().partition(|section| is_removed(section, &owners));
-    delete_sections(edit, (chain, content), jumps, &removed, &kept);
-    removed.iter().flat_map(Section::claims).collect()
+    let (removed, kept): (Vec<_>, Vec<_>) =
+        shape::groups(&content.rules).into_iter().partition(|group| is_removed(group, &owners));
+    delete_groups(edit, (chain, content), jumps, &removed, &kept);
+    removed.iter().filter_map(|group| group.claim).collect()
 }
 
 /// Searches the tables in which the ADD makes no rules for rules of other containers: those of both
@@ -226,15 +226,21 @@ pub(super) fn plan_displacement(
 ) -> Result<()> {
     // The container's own chain is not searched.
     let mut searched_chains = BTreeSet::from([shape::chain_name(&request.wanted.attachment)]);
-    for jump in candidate_jumps.iter().filter_map(Jump::read) {
-        let can_match = request.claims.iter().any(|claim| jump.can_match(claim));
+    for jump in candidate_jumps.iter().filter(|jump| can_match_any(jump, &request.claims)) {
         // An administrator may jump from DNAT to chains with another prefix: they are not touched.
-        if can_match && jump.chain.starts_with(shape::PREFIX) && searched_chains.insert(jump.chain.clone()) {
-            let jumps = jumps_to(nat, &jump.chain, Retries::Many)?;
-            plan_displacement_in_chain(nat, request, (&jump.chain, &jumps), search, edit)?;
+        if let Some(chain) = jump.target().filter(|chain| chain.starts_with(shape::PREFIX))
+            && searched_chains.insert(chain.to_owned())
+        {
+            plan_displacement_in_chain(nat, request, (chain, Retries::Many), search, edit)?;
         }
     }
-    match plan_displacement_by_address(nat, request, &searched_chains, search, edit) {
+    // Fails soon if other processes keep changing rules.
+    let by_address = nat.list_chains_for_address(shape::PREFIX, request.container.address(), DNAT);
+    let result = by_address.and_then(|chains| {
+        let mut chains = chains.difference(&searched_chains);
+        chains.try_for_each(|chain| plan_displacement_in_chain(nat, request, (chain, Retries::Few), search, edit))
+    });
+    match result {
         Err(error) if error.is_held() => return Err(error),
         // The wanted ports work even if rules for other ports lead to this container too, so the
         // ADD does not fail.
@@ -247,75 +253,52 @@ pub(super) fn plan_displacement(
     Ok(())
 }
 
-/// Does [`plan_displacement`] for the other containers' chains that lead to this container's
-/// address, except `searched_chains`. Fails soon if other processes keep changing rules.
-fn plan_displacement_by_address(
-    nat: &mut Chains<'_>,
-    request: &FamilyRequest<'_>,
-    searched_chains: &BTreeSet<String>,
-    search: &mut ConflictSearch<'_>,
-    edit: &mut Edit,
-) -> Result<()> {
-    for chain in nat.list_chains_for_address(shape::PREFIX, request.container.address(), DNAT)? {
-        if !searched_chains.contains(&chain) {
-            let jumps = jumps_to(nat, &chain, Retries::Few)?;
-            plan_displacement_in_chain(nat, request, (&chain, &jumps), search, edit)?;
-        }
-    }
-    Ok(())
-}
-
-/// Does [`plan_displacement`] for `chain`, the chain of another container. `jumps` are all rules of
-/// [`DNAT`] that jump to it. On failure `edit` is unchanged.
+/// Does [`plan_displacement`] for `chain`, the chain of another container. `retries` bounds the
+/// reading of the jumps to it. On failure `edit` is unchanged.
 fn plan_displacement_in_chain(
     nat: &mut Chains<'_>,
     request: &FamilyRequest<'_>,
-    (chain, jumps): (&str, &[Rule]),
+    (chain, retries): (&str, Retries),
     search: &mut ConflictSearch<'_>,
     edit: &mut Edit,
 ) -> Result<()> {
-    let Some(content) = nat.chain(chain)?.cloned() else { return Ok(()) };
-    let (mut removed, mut kept): (Vec<Section>, Vec<Section>) = Default::default();
-    for section in shape::sections(&content.rules) {
-        let (mut removed_part, mut kept_part) = (Section::default(), Section::default());
-        for mapping in &section.mappings {
-            let is_removed = match mapping.claim.filter(|claim| search.conflicts_with(claim)) {
-                Some(claim) => {
-                    let holder = holder_of(claim, &section, (chain, jumps), request);
-                    // Two attachments of one container do not conflict.
-                    holder.container != request.wanted.attachment.container_id && search.decide_removal(holder)?
-                }
-                None => false,
-            };
-            let part = if is_removed { &mut removed_part } else { &mut kept_part };
-            part.mappings.push(mapping.clone());
-        }
-        // A marker that never had a mapping, written by `ensure_empty_chain`, is kept.
-        let is_removed = kept_part.mappings.is_empty() && !removed_part.mappings.is_empty();
-        let part = if is_removed { &mut removed_part } else { &mut kept_part };
-        part.marker = section.marker;
-        removed.push(removed_part);
-        kept.push(kept_part);
+    let jumps = jumps_to(nat, chain, retries)?;
+    let Some(content) = nat.chain(chain)? else { return Ok(()) };
+    let (mut displaced, mut kept) = (Vec::new(), Vec::new());
+    for group in shape::groups(&content.rules) {
+        let is_displaced = match group.claim.filter(|claim| search.conflicts_with(claim)) {
+            Some(claim) => {
+                let holder = holder_of(claim, &group, (chain, &jumps), request);
+                // Two attachments of one container do not conflict.
+                holder.container != request.wanted.attachment.container_id && search.decide_removal(holder)?
+            }
+            None => false,
+        };
+        if is_displaced { displaced.push(group) } else { kept.push(group) }
     }
-    // An empty chain is kept too: it does not show its owner.
-    for sections in [&mut removed, &mut kept] {
-        sections.retain(|section| section.rules().next().is_some());
-    }
-    delete_sections(edit, (chain, &content), jumps, &removed, &kept);
+    // A marker is removed with the last of its mappings. One that never had a mapping, which an ADD
+    // writes in a family in which no port is mapped, is kept.
+    let has_marker = |group: &RuleGroup<'_>, marker| !group.is_marker() && group.marker == marker;
+    let (unused_markers, kept): (Vec<RuleGroup<'_>>, Vec<RuleGroup<'_>>) = kept.iter().partition(|group| {
+        group.is_marker()
+            && displaced.iter().any(|other| has_marker(other, group.marker))
+            && !kept.iter().any(|other| has_marker(other, group.marker))
+    });
+    delete_groups(edit, (chain, content), &jumps, &[unused_markers, displaced].concat(), &kept);
     Ok(())
 }
 
-/// Returns the container that has the chain `chain`, as the holder of `claim`, which is in
-/// `section` of this chain. `jumps` are all rules of [`DNAT`] that jump to the chain.
+/// Returns the container that has the chain `chain`, as the holder of `claim`, which is that of
+/// `group` in this chain. `jumps` are all rules of [`DNAT`] that jump to the chain.
 fn holder_of(
     claim: ClaimedPort,
-    section: &Section,
+    group: &RuleGroup<'_>,
     (chain, jumps): (&str, &[Rule]),
     request: &FamilyRequest<'_>,
 ) -> Holder {
     let (jump_network, jump_container_id) = jumps.iter().find_map(jump_owner).unzip();
     // The marker's alias is `cni:NETWORK/CONTAINER/IFNAME`; rules of Go's plugin have none.
-    let marked = section.alias().and_then(AttachmentId::parse);
+    let marked = group.alias().and_then(AttachmentId::parse);
     let network = marked.as_ref().map(|marked| marked.network.as_str()).or(jump_network);
     // The marker has only the hash of a long container ID, so the ID in the jump is preferred.
     let container_id = jump_container_id.or(marked.as_ref().and_then(|marked| marked.container_id.as_deref()));
@@ -323,24 +306,23 @@ fn holder_of(
         container: container_id.map_or_else(|| format!("(chain {chain})"), str::to_owned),
         network: network.map(str::to_owned),
         attachment: marked,
-        had_link: section.had_link(),
+        had_link: group.had_link(),
         // Any conditions count as different, because the kernel can return them in a form that
         // differs from the configuration.
-        conditions_differ: !request.conditions().is_empty()
-            || jumps.iter().filter_map(Jump::read).any(|jump| jump.has_conditions),
+        conditions_differ: !request.conditions().is_empty() || jumps.iter().any(shape::has_conditions),
         claim,
     }
 }
 
-/// Adds to `edit` the removal of the sections `removed` of a chain, of the `jumps` to the chain
-/// that no section of `kept` needs, and of the chain if `kept` is empty. Changes nothing if
-/// `removed` is empty.
-fn delete_sections(
+/// Adds to `edit` the removal of the rules `removed` of a chain, of the `jumps` to the chain that
+/// no rule of `kept` needs, and of the chain if `kept` is empty. Changes nothing if `removed` is
+/// empty.
+fn delete_groups(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),
     jumps: &[Rule],
-    removed: &[Section],
-    kept: &[Section],
+    removed: &[RuleGroup<'_>],
+    kept: &[RuleGroup<'_>],
 ) {
     if removed.is_empty() {
         return;
@@ -352,15 +334,14 @@ fn delete_sections(
         edit.delete_chain(chain, content);
         return;
     }
-    let kept_claims: Vec<ClaimedPort> = kept.iter().flat_map(Section::claims).collect();
-    // A section without a marker and an address may be of an attachment in `kept`, so its rules are
-    // removed only with the whole chain, above. Its jumps are those that no other section needs:
-    // without them, no packet reaches it.
-    for section in removed.iter().filter(|section| section.shows_owner()) {
-        delete_section(edit, chain, section, &kept_claims);
-    }
+    let kept_claims: Vec<ClaimedPort> = kept.iter().filter_map(|group| group.claim).collect();
+    // Rules without a marker and an address may be of an attachment in `kept`, so they are removed
+    // only with the whole chain, above. Their jumps are those that no kept rule needs: without
+    // them, no packet reaches these rules.
+    let with_owner = removed.iter().filter(|group| group.shows_owner());
+    delete_rules(edit, chain, with_owner.flat_map(|group| group.rules), &kept_claims);
     // A mapping with an unknown claim may need any of the jumps.
-    if kept.iter().flat_map(|section| &section.mappings).any(|mapping| mapping.claim.is_none()) {
+    if kept.iter().any(|group| group.claim.is_none() && !group.is_marker()) {
         return;
     }
     for jump in jumps.iter().filter(|jump| !can_match_any(jump, &kept_claims)) {
@@ -368,23 +349,21 @@ fn delete_sections(
     }
 }
 
-/// Adds to `edit` the removal of a section, except the rules that mark connections to a port in
-/// `kept_claims`: Go makes such a rule only once for all addresses of a container, and
+/// Adds to `edit` the removal of these rules of a chain, except those that mark connections to a
+/// port in `kept_claims`: Go makes such a rule only once for all addresses of a container, and
 /// iptables-legacy, which does not number rules, would remove the first rule with the same words,
-/// perhaps one of a kept section.
-pub(super) fn delete_section(edit: &mut Edit, chain: &str, section: &Section, kept_claims: &[ClaimedPort]) {
-    for rule in section.rules() {
+/// perhaps one that is kept.
+pub(super) fn delete_rules<'r>(
+    edit: &mut Edit,
+    chain: &str,
+    rules: impl IntoIterator<Item = &'r Rule>,
+    kept_claims: &[ClaimedPort],
+) {
+    for rule in rules {
         let (protocol, port) = (rule.value("-p"), rule.value("--dport").and_then(|port| port.parse().ok()));
         let is_of = |kept: &ClaimedPort| protocol == Some(kept.protocol.name()) && port == Some(kept.host_port);
         if rule.target() == Some("DNAT") || !kept_claims.iter().any(is_of) {
             edit.delete(chain, rule);
         }
     }
-}
-
-/// Whether this rule of [`DNAT`] can match packets to the host port of one of the claims. False for
-/// a rule without a target.
-pub(super) fn can_match_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
-    let Some(jump) = Jump::read(jump) else { return false };
-    claims.iter().any(|claim| jump.can_match(claim))
 }

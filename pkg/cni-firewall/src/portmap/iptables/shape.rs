@@ -22,7 +22,7 @@
 //!   written, if there was one.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 
 use cni::hash::sha512_hex;
 
@@ -133,40 +133,29 @@ pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<Rule
     jumps
 }
 
-/// A jump rule of [`DNAT`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Jump {
-    /// The chain that the rule jumps to.
-    pub(super) chain: String,
-    /// The protocol; `None` if the rule names none or an unknown one.
-    pub(super) protocol: Option<Protocol>,
-    /// The ports. Empty if the rule names none, or names them in an unknown form: such a rule can
-    /// match any port.
-    pub(super) ports: Vec<u16>,
-    /// Whether the rule has conditions. Also true for a rule in another form than [`jump_rules`]
-    /// returns without conditions.
-    pub(super) has_conditions: bool,
+/// Returns the ports that a jump in [`DNAT`] names. Empty if it names none, or names them in an
+/// unknown form: such a jump can match any port.
+fn jump_ports(jump: &Rule) -> Vec<u16> {
+    let ports = jump.value("--dports").unwrap_or_default();
+    ports.split(',').map(str::parse).collect::<Result<_, _>>().unwrap_or_default()
 }
 
-impl Jump {
-    /// Reads a rule. `None` if it has no target.
-    pub(super) fn read(rule: &Rule) -> Option<Jump> {
-        let ports = rule.value("--dports").unwrap_or_default();
-        let ports = ports.split(',').map(str::parse).collect::<Result<_, _>>().unwrap_or_default();
-        // The 12 words: -p P -m comment --comment C -m multiport --dports A -j D
-        let is_plain = rule.is_whole() && rule.words().len() == 12 && rule.comment().is_some();
-        let protocol = rule.value("-p").and_then(Protocol::by_name);
-        Some(Jump { chain: rule.target()?.to_owned(), protocol, ports, has_conditions: !is_plain })
-    }
+/// Whether a jump in [`DNAT`] can match packets to the host port of one of the claims. Conditions
+/// are ignored.
+pub(super) fn can_match_any(jump: &Rule, claims: &[ClaimedPort]) -> bool {
+    let (protocol, ports) = (jump.value("-p").and_then(Protocol::by_name), jump_ports(jump));
+    claims.iter().any(|claim| {
+        protocol.is_none_or(|protocol| protocol == claim.protocol)
+            && (ports.is_empty() || ports.contains(&claim.host_port))
+    })
+}
 
-    /// Whether the rule can match packets to the host port of this claim. Conditions are ignored.
-    pub(super) fn can_match(&self, claim: &ClaimedPort) -> bool {
-        let has_protocol = match self.protocol {
-            Some(protocol) => protocol == claim.protocol,
-            None => true,
-        };
-        has_protocol && (self.ports.is_empty() || self.ports.contains(&claim.host_port))
-    }
+/// Whether a jump in [`DNAT`] has conditions. Also true for a rule in another form than
+/// [`jump_rules`] returns without conditions.
+pub(super) fn has_conditions(jump: &Rule) -> bool {
+    // The 12 words: -p P -m comment --comment C -m multiport --dports A -j D
+    let is_plain = jump.is_whole() && jump.words().len() == 12 && jump.comment().is_some();
+    !is_plain
 }
 
 /// Returns the function that gives the keys of a rule of [`DNAT`] in this family.
@@ -180,12 +169,13 @@ pub(super) fn jump_keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
 /// Returns the keys of a rule of [`DNAT`], its ports and its target; none for a rule that can match
 /// any port.
 fn jump_keys(family: Family, listed: &Listed) -> Vec<Key> {
-    let Some(jump) = Jump::read(&rule_in_words(family, listed)) else { return Vec::new() };
-    if jump.ports.is_empty() {
+    let rule = rule_in_words(family, listed);
+    let Some(target) = rule.target() else { return Vec::new() };
+    let ports = jump_ports(&rule);
+    if ports.is_empty() {
         return Vec::new();
     }
-    let ports = jump.ports.into_iter().map(Key::port);
-    ports.chain([Key::target(&jump.chain)]).collect()
+    ports.into_iter().map(Key::port).chain([Key::target(target)]).collect()
 }
 
 /// Returns the marker: the rule that names the attachment of the rules after it. `host_link` is the
@@ -217,20 +207,15 @@ pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &Claime
         SetMark::Bit(_) => SETMARK,
         SetMark::Chain(chain) => chain,
     };
-    let mut rules = Vec::new();
-    for source in &masqueraded_sources {
-        let mut rule = match_words(source.as_deref(), claim);
-        rule.extend(words(["-j", mark_chain]));
-        rules.push(rule);
-    }
-    let mut dnat_rule = match_words(None, claim);
-    dnat_rule.extend(words(["-j", "DNAT", "--to-destination", &claim.container.to_string()]));
-    rules.push(dnat_rule);
+    let mark = |source: &Option<String>| mapping_rule(source.as_deref(), claim, &["-j", mark_chain]);
+    let mut rules: Vec<RuleWords> = masqueraded_sources.iter().map(mark).collect();
+    rules.push(mapping_rule(None, claim, &["-j", "DNAT", "--to-destination", &claim.container.to_string()]));
     rules
 }
 
-/// Returns the matches for packets to the host port of this claim, from `source` if it is given.
-fn match_words(source: Option<&str>, claim: &ClaimedPort) -> RuleWords {
+/// Returns the rule with this target for packets to the host port of this claim, from `source` if
+/// it is given.
+fn mapping_rule(source: Option<&str>, claim: &ClaimedPort, target: &[&str]) -> RuleWords {
     let mut rule = RuleWords::new();
     if let Some(source) = source {
         rule.extend(words(["-s", source]));
@@ -240,6 +225,7 @@ fn match_words(source: Option<&str>, claim: &ClaimedPort) -> RuleWords {
     }
     let protocol = claim.protocol.name();
     rule.extend(words(["-p", protocol, "-m", protocol, "--dport", &claim.host_port.to_string()]));
+    rule.extend(target.iter().map(|word| (*word).to_owned()));
     rule
 }
 
@@ -262,96 +248,67 @@ pub(super) fn read_claim(rule: &Rule) -> Option<ClaimedPort> {
     })
 }
 
-/// The rules of one mapping in a container's chain: those that mark connections, then the DNAT
-/// rule. If rules before a marker or at the chain's end have no DNAT rule after them, they count as
-/// a mapping too.
-#[derive(Clone, Debug)]
-pub(super) struct MappingRules {
+/// Successive rules of a container's chain that belong together: a marker, or the rules of one
+/// mapping, which are those that mark connections and then the DNAT rule. If rules before a marker
+/// or at the chain's end have no DNAT rule after them, they count as a mapping too.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RuleGroup<'r> {
+    /// The marker of the attachment that the rules belong to; `None` for rules of Go's plugin.
+    pub(super) marker: Option<&'r Rule>,
     /// The claim of the DNAT rule; `None` if there is no such rule, or [`read_claim`] cannot read
     /// it.
     pub(super) claim: Option<ClaimedPort>,
-    /// All rules of the mapping.
-    pub(super) rules: Vec<Rule>,
+    /// The rules.
+    pub(super) rules: &'r [Rule],
 }
 
-/// The rules in a container's chain that belong together: those of one attachment, after its
-/// marker, or those without a marker that lead to one address.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Section {
-    /// The rule that names the attachment; `None` for rules of Go's plugin.
-    pub(super) marker: Option<Rule>,
-    /// The mappings.
-    pub(super) mappings: Vec<MappingRules>,
-}
-
-impl Section {
-    /// Returns the alias of the attachment, if the section has a marker.
-    pub(super) fn alias(&self) -> Option<&str> {
-        self.marker.as_ref().and_then(Rule::comment)
+impl<'r> RuleGroup<'r> {
+    /// Returns the alias of the attachment, if there is a marker.
+    pub(super) fn alias(&self) -> Option<&'r str> {
+        self.marker.and_then(Rule::comment)
     }
 
-    /// Whether a link on the host had the attachment's alias when the section was written.
+    /// Whether a link on the host had the attachment's alias when the rules were written.
     pub(super) fn had_link(&self) -> bool {
-        self.marker.as_ref().is_some_and(|marker| marker.value("-i").is_some())
+        self.marker.is_some_and(|marker| marker.value("-i").is_some())
     }
 
-    /// Whether a marker or an address shows to which attachment the section belongs.
+    /// Whether this is the marker itself.
+    pub(super) fn is_marker(&self) -> bool {
+        self.marker.is_some() && self.rules.first() == self.marker
+    }
+
+    /// Whether a marker or an address shows to which attachment the rules belong.
     pub(super) fn shows_owner(&self) -> bool {
-        self.marker.is_some() || self.address().is_some()
-    }
-
-    /// Returns every rule, the marker first.
-    pub(super) fn rules(&self) -> impl Iterator<Item = &Rule> {
-        self.marker.iter().chain(self.mappings.iter().flat_map(|mapping| &mapping.rules))
-    }
-
-    /// Returns the claims of the mappings.
-    pub(super) fn claims(&self) -> impl Iterator<Item = ClaimedPort> {
-        self.mappings.iter().filter_map(|mapping| mapping.claim)
-    }
-
-    /// Returns the container address of the first claim; `None` without a claim.
-    pub(super) fn address(&self) -> Option<IpAddr> {
-        self.claims().next().map(|claim| claim.container.ip())
+        self.marker.is_some() || self.claim.is_some()
     }
 }
 
-/// Splits a container's chain into sections: those without a marker, one for each address, then
-/// those with a marker. A mapping without a readable claim before the first marker is a section of
-/// its own. An empty chain gives one empty section.
-pub(super) fn sections(rules: &[Rule]) -> Vec<Section> {
-    let (mut unmarked, mut marked): (Vec<Section>, Vec<Section>) = Default::default();
-    // Every group except perhaps the first begins with a marker.
-    for group in rules.chunk_by(|_, next| !is_marker(next)) {
-        let (marker, rest) = match group {
-            [first, rest @ ..] if is_marker(first) => (Some(first), rest),
-            _ => (None, group),
-        };
-        let mut section = Section { marker: marker.cloned(), mappings: Vec::new() };
-        for rules in rest.split_inclusive(|rule| rule.target() == Some("DNAT")) {
-            let mapping = MappingRules { claim: rules.last().and_then(read_claim), rules: rules.to_vec() };
-            let address = mapping.claim.map(|claim| claim.container.ip());
-            // To a section with a marker, Go's plugin, which writes no markers, may have appended
-            // rules for another address.
-            let is_appended =
-                address.is_some() && section.address().is_some_and(|of_section| address != Some(of_section));
-            let of_address = |section: &&mut Section| address.is_some() && section.address() == address;
-            if marker.is_some() && !is_appended {
-                section.mappings.push(mapping);
-            } else if let Some(section) = unmarked.iter_mut().find(of_address) {
-                section.mappings.push(mapping);
-            } else {
-                unmarked.push(Section { marker: None, mappings: vec![mapping] });
-            }
+/// Splits a container's chain into groups. An empty chain gives one empty group.
+pub(super) fn groups(rules: &[Rule]) -> Vec<RuleGroup<'_>> {
+    if rules.is_empty() {
+        return vec![RuleGroup { marker: None, claim: None, rules }];
+    }
+    let mut groups = Vec::new();
+    // Every section except perhaps the first begins with a marker.
+    for section in rules.chunk_by(|_, next| !is_marker(next)) {
+        let (markers, mappings) = section.split_at(usize::from(is_marker(&section[0])));
+        let marker = markers.first();
+        if marker.is_some() {
+            groups.push(RuleGroup { marker, claim: None, rules: markers });
         }
-        marked.extend(marker.map(|_| section));
+        let mut section_address = None;
+        for rules in mappings.split_inclusive(|rule| rule.target() == Some("DNAT")) {
+            let claim = rules.last().and_then(read_claim);
+            let address = claim.map(|claim| claim.container.ip());
+            section_address = section_address.or(address);
+            // After the rules of a marker, Go's plugin, which writes no markers, may have appended
+            // rules for another address.
+            let is_appended = address.is_some() && address != section_address;
+            groups.push(RuleGroup { marker: marker.filter(|_| !is_appended), claim, rules });
+        }
     }
-    let mut sections = unmarked;
-    sections.append(&mut marked);
-    if sections.is_empty() {
-        sections.push(Section::default());
-    }
-    sections
+    groups
 }
 
 /// Whether the rule is a marker: one without a target whose comment is the alias of an attachment.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use cni_testkit::program;
 
 use super::super::{Mapping, PortMap, Protocol, SetMark, Snat};
-use super::shape::{Jump, Section, sections};
+use super::shape::{RuleGroup, groups, has_conditions};
 use super::*;
 use crate::Backend;
 use crate::iptables::{Folders, NetnsLock, Table, split};
@@ -33,13 +33,12 @@ fn mapping(port: u16, to: &str) -> [String; 2] {
     ]
 }
 
-fn summary(sections: &[Section]) -> Vec<(Option<&str>, Vec<u16>)> {
-    let ports = |section: &Section| section.claims().map(|claim| claim.host_port).collect();
-    sections.iter().map(|section| (section.alias(), ports(section))).collect()
+fn summary<'r>(groups: &[RuleGroup<'r>]) -> Vec<(Option<&'r str>, Option<u16>)> {
+    groups.iter().map(|group| (group.alias(), group.claim.map(|claim| claim.host_port))).collect()
 }
 
 #[test]
-fn a_chain_is_read_as_the_sections_of_its_attachments() {
+fn a_chain_is_read_as_the_rules_of_its_attachments() {
     let (a, b, c, again) = (
         mapping(8080, "10.0.0.2:80"),
         mapping(8081, "10.0.0.3:80"),
@@ -61,51 +60,57 @@ fn a_chain_is_read_as_the_sections_of_its_attachments() {
         &c[0],
         &c[1],
     ]);
-    let found = sections(&chain);
-    let expected =
-        [(None, vec![8082, 8082]), (Some("cni:net/c/eth0"), vec![8080]), (Some("cni:net/c/eth1"), vec![8081, 8083])];
+    let found = groups(&chain);
+    let (eth0, eth1) = (Some("cni:net/c/eth0"), Some("cni:net/c/eth1"));
+    let expected = [
+        (None, Some(8082)),
+        (eth0, None),
+        (eth0, Some(8080)),
+        (eth1, None),
+        (eth1, Some(8081)),
+        (eth1, Some(8083)),
+        (None, Some(8082)),
+    ];
     assert_eq!(summary(&found), expected);
-    assert!(found[1].had_link() && !found[2].had_link() && !found[0].had_link());
-    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
+    assert!(found[1].is_marker() && !found[2].is_marker());
+    assert!(found[2].had_link() && !found[4].had_link() && !found[0].had_link());
+    assert!(found.iter().flat_map(|group| group.rules).eq(&chain), "no rule is lost");
 }
 
 #[test]
-fn rules_without_a_mark_form_one_section_per_address() {
+fn rules_without_a_mark_form_one_group_per_mapping() {
     let (a, b, again) = (mapping(8080, "10.0.0.2:80"), mapping(8081, "10.0.0.3:80"), mapping(8082, "10.0.0.2:81"));
     let chain = rules(&[&a[0], &a[1], &b[0], &b[1], "-p tcp -j DNAT", &again[0], &again[1], "-j LOG"]);
-    let found = sections(&chain);
-    let expected = [(None, vec![8080, 8082]), (None, vec![8081]), (None, vec![]), (None, vec![])];
+    let found = groups(&chain);
+    let expected = [(None, Some(8080)), (None, Some(8081)), (None, None), (None, Some(8082)), (None, None)];
     assert_eq!(summary(&found), expected);
-    assert_eq!(found.iter().map(Section::shows_owner).collect::<Vec<_>>(), [true, true, false, false]);
-    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len(), "no rule is lost");
+    assert_eq!(found.iter().map(RuleGroup::shows_owner).collect::<Vec<_>>(), [true, true, false, true, false]);
+    assert!(found.iter().flat_map(|group| group.rules).eq(&chain), "no rule is lost");
 }
 
 #[test]
-fn unknown_rules_of_a_chain_stay_with_the_section_before_them() {
+fn unknown_rules_of_a_chain_stay_with_the_marker_before_them() {
     let chain = rules(&["-j RETURN", "-m comment --comment cni:net/c/eth0", "-p tcp -j DNAT", "-j LOG"]);
-    let found = sections(&chain);
-    assert_eq!(summary(&found), [(None, vec![]), (Some("cni:net/c/eth0"), vec![])]);
-    assert_eq!(found.iter().flat_map(|section| section.rules()).count(), chain.len());
-    assert_eq!(sections(&[]).len(), 1);
+    let found = groups(&chain);
+    let eth0 = Some("cni:net/c/eth0");
+    assert_eq!(summary(&found), [(None, None), (eth0, None), (eth0, None), (eth0, None)]);
+    assert!(found.iter().flat_map(|group| group.rules).eq(&chain));
+    assert_eq!(groups(&[]).len(), 1);
 }
 
 #[test]
 fn a_jump_to_a_chain_covers_the_ports_it_names() {
-    let of = |line: &str| Jump::read(&rules(&[line])[0]).unwrap();
-    let claim = |port| ClaimedPort {
-        protocol: super::super::Protocol::Tcp,
-        host_ip: None,
-        host_port: port,
-        container: "10.0.0.2:80".parse().unwrap(),
+    let of = |line: &str| rules(&[line]).remove(0);
+    let can_match = |jump: &Rule, port| {
+        let container = "10.0.0.2:80".parse().unwrap();
+        can_match_any(jump, &[ClaimedPort { protocol: Protocol::Tcp, host_ip: None, host_port: port, container }])
     };
     let jump =
         of("-p tcp -m comment --comment \"dnat name: \\\"n\\\" id: \\\"c\\\"\" -m multiport --dports 80,81 -j D");
-    assert!(
-        !jump.has_conditions && jump.can_match(&claim(80)) && jump.can_match(&claim(81)) && !jump.can_match(&claim(82))
-    );
-    assert!(of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D").has_conditions);
-    assert!(!of("-p udp -m multiport --dports 80 -j D").can_match(&claim(80)));
-    assert!(of("-p tcp -j D").can_match(&claim(80)), "every port");
+    assert!(!has_conditions(&jump) && can_match(&jump, 80) && can_match(&jump, 81) && !can_match(&jump, 82));
+    assert!(has_conditions(&of("-s 10.0.0.1/32 -p tcp -m comment --comment c -m multiport --dports 80 -j D")));
+    assert!(!can_match(&of("-p udp -m multiport --dports 80 -j D"), 80));
+    assert!(can_match(&of("-p tcp -j D"), 80), "every port");
 }
 
 /// Runs the body in a new namespace. Without iptables-nft, skips the test.
