@@ -108,7 +108,7 @@ fn differences_in(state: &FamilyState<'_>, identity: &Identity) -> Vec<String> {
 fn shared_chain_differences(shared: &Shared, own: &OwnRules<'_>) -> Vec<String> {
     let table = shape::table(shared.family);
     let mut differences = Vec::new();
-    for chain in &shared.missing_chains {
+    for (chain, _) in &shared.missing_chains {
         differences.push(format!("nft chain {table} {chain} is missing"));
     }
     for chain in shared.chains_without_jump() {

@@ -26,7 +26,7 @@ use cni::cidr::from_octets;
 use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route::Family;
 
-pub(super) const TABLE_COMMENT: &str = "CNI portmap plugin";
+const TABLE_COMMENT: &str = "CNI portmap plugin";
 /// The chain of the mappings.
 pub(super) const HOSTPORTS: &str = "hostports";
 /// The chain in which older releases of Go put mappings with a host address.
@@ -37,17 +37,26 @@ pub(super) const HOSTPORTS_ALL: &str = "hostports_all";
 pub(super) const MASQUERADING: &str = "masquerading";
 
 /// The base chains that jump to [`HOSTPORTS_ALL`].
-pub(super) const ENTRY_CHAINS: [&str; 2] = ["prerouting", "output"];
-/// The chains that all containers share, in the order in which they are created. Base chains have
-/// their type, hook and priority.
-pub(super) const SHARED_CHAINS: [(&str, Option<BaseChain>); 6] = [
-    (HOSTPORTS, None),
-    (HOSTIP_HOSTPORTS, None),
-    (HOSTPORTS_ALL, None),
-    (ENTRY_CHAINS[0], Some(BaseChain { kind: Kind::Nat, hook: Hook::Prerouting, priority: -100 })),
-    (ENTRY_CHAINS[1], Some(BaseChain { kind: Kind::Nat, hook: Hook::Output, priority: -100 })),
-    (MASQUERADING, Some(BaseChain { kind: Kind::Nat, hook: Hook::Postrouting, priority: 100 })),
-];
+const ENTRY_CHAINS: [&str; 2] = ["prerouting", "output"];
+
+/// A chain that all containers share: its name, its type, hook and priority if it is a base chain,
+/// and the rules that all containers share.
+type SharedChain = (&'static str, Option<BaseChain>, Vec<Vec<Expr>>);
+
+/// Returns the chains that all containers share, in the order in which they are created.
+fn shared_chains() -> [SharedChain; 6] {
+    let [prerouting, output] = ENTRY_CHAINS;
+    let nat_at = |hook, priority| Some(BaseChain { kind: Kind::Nat, hook, priority });
+    [
+        (HOSTPORTS, None, Vec::new()),
+        (HOSTIP_HOSTPORTS, None, Vec::new()),
+        (HOSTPORTS_ALL, None, vec![vec![expr::jump(HOSTIP_HOSTPORTS)], vec![expr::jump(HOSTPORTS)]]),
+        (prerouting, nat_at(Hook::Prerouting, -100), vec![entry_rule()]),
+        (output, nat_at(Hook::Output, -100), vec![entry_rule()]),
+        (MASQUERADING, nat_at(Hook::Postrouting, 100), Vec::new()),
+    ]
+}
+
 /// Every chain that can have rules of containers.
 pub(crate) const CONTAINER_CHAINS: [&str; 3] = [HOSTPORTS, HOSTIP_HOSTPORTS, MASQUERADING];
 
@@ -61,15 +70,10 @@ pub(crate) fn table(family: Family) -> Table<'static> {
 }
 
 /// Returns the rule by which the [`ENTRY_CHAINS`] jump to [`HOSTPORTS_ALL`].
-pub(super) fn entry_rule() -> Vec<Expr> {
+fn entry_rule() -> Vec<Expr> {
     let mut exprs = expr::fib_daddr_local();
     exprs.push(expr::jump(HOSTPORTS_ALL));
     exprs
-}
-
-/// Returns the rules of the chain [`HOSTPORTS_ALL`].
-pub(super) fn hostports_all_rules() -> [Vec<Expr>; 2] {
-    [vec![expr::jump(HOSTIP_HOSTPORTS)], vec![expr::jump(HOSTPORTS)]]
 }
 
 /// Returns the rule of a mapping, without the conditions that come before it.
@@ -193,8 +197,8 @@ pub(super) struct Shared {
     pub(super) family: Family,
     /// The chains that exist.
     pub(super) chains: Vec<Chain>,
-    /// The chains that are needed and do not exist.
-    pub(super) missing_chains: Vec<&'static str>,
+    /// The chains that are needed and do not exist. Base chains have their type, hook and priority.
+    pub(super) missing_chains: Vec<(&'static str, Option<BaseChain>)>,
     /// The rules that do not exist, each with its chain.
     missing_rules: Vec<(&'static str, Vec<Expr>)>,
 }
@@ -206,28 +210,24 @@ impl Shared {
         let table = table(family);
         let (chains, missing_chains, missing_rules) = Default::default();
         let mut shared = Shared { family, chains, missing_chains, missing_rules };
-        for (name, base) in SHARED_CHAINS {
+        for (name, base, wanted_rules) in shared_chains() {
             let is_needed = name != MASQUERADING || snat != Snat::No;
-            let Some(chain) = nft.find_chain(table, name)? else {
-                if is_needed {
-                    shared.missing_chains.push(name);
+            let mut existing = Vec::new();
+            if let Some(chain) = nft.find_chain(table, name)? {
+                if is_needed && base.is_some() && chain.base != base {
+                    let cause =
+                        Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
+                    return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
                 }
-                continue;
-            };
-            if is_needed && base.is_some() && chain.base != base {
-                let cause =
-                    Cause::text("the chain exists, but not with the type, hook and priority that portmap needs");
-                return Err(Error::new(format_args!("failed to use nft chain {table} {name}"), cause));
+                if !wanted_rules.is_empty() {
+                    existing = nft.rules(table, name)?;
+                }
+                shared.chains.push(chain);
+            } else if is_needed {
+                shared.missing_chains.push((name, base));
             }
-            shared.chains.push(chain);
-        }
-        let [prerouting, output] = ENTRY_CHAINS.map(|name| (name, vec![entry_rule()]));
-        let hostports_all = (HOSTPORTS_ALL, hostports_all_rules().to_vec());
-        for (chain, wanted_rules) in [prerouting, output, hostports_all] {
-            let is_missing = shared.missing_chains.contains(&chain);
-            let existing = if is_missing { Vec::new() } else { nft.rules(table, chain)? };
             let is_absent = |rule: &Vec<Expr>| !existing.iter().any(|listed| listed.rule.exprs == *rule);
-            shared.missing_rules.extend(wanted_rules.into_iter().filter(is_absent).map(|rule| (chain, rule)));
+            shared.missing_rules.extend(wanted_rules.into_iter().filter(is_absent).map(|rule| (name, rule)));
         }
         Ok(shared)
     }
@@ -238,9 +238,9 @@ impl Shared {
         if !self.missing_chains.is_empty() {
             batch.ensure_table(table, Some(TABLE_COMMENT));
         }
-        for (name, base) in SHARED_CHAINS.into_iter().filter(|(name, _)| self.missing_chains.contains(name)) {
+        for (name, base) in &self.missing_chains {
             match base {
-                Some(base) => batch.ensure_base_chain(table, name, base),
+                Some(base) => batch.ensure_base_chain(table, name, *base),
                 None => batch.ensure_chain(table, name, None),
             }
         }
@@ -250,12 +250,12 @@ impl Shared {
     }
 
     /// Returns the chains that exist and lack a jump to the next chain.
-    pub(super) fn chains_without_jump(&self) -> Vec<&'static str> {
-        let mut chains: Vec<&'static str> = self.missing_rules.iter().map(|(chain, _)| *chain).collect();
-        // A chain can lack both of its jumps.
-        chains.dedup();
-        chains.retain(|chain| !self.missing_chains.contains(chain));
-        chains
+    pub(super) fn chains_without_jump(&self) -> impl Iterator<Item = &'static str> {
+        let [prerouting, output] = ENTRY_CHAINS;
+        [prerouting, output, HOSTPORTS_ALL].into_iter().filter(|chain| {
+            self.missing_rules.iter().any(|(of, _)| of == chain)
+                && !self.missing_chains.iter().any(|(missing, _)| missing == chain)
+        })
     }
 }
 
