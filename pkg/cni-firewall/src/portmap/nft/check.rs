@@ -11,19 +11,14 @@ use cni_linux::error::Result;
 
 /// The existing rules of an attachment in one family.
 struct OwnRules<'s> {
-    mappings: Vec<OwnMapping<'s>>,
+    /// The claim and the expressions of each rule that maps a port.
+    mappings: Vec<(ClaimedPort, &'s [Expr])>,
     /// The expressions of the rules in [`MASQUERADING`].
     masquerades: Vec<&'s [Expr]>,
     /// Whether the rules count as written by Go's plugin: all of them name only the container. The
     /// mappings that the program `nft` writes for these plugins do so too, but the masquerading
     /// rules beside them name the attachment.
     has_go_rules: bool,
-}
-
-/// An existing rule that maps a port.
-struct OwnMapping<'s> {
-    claim: ClaimedPort,
-    exprs: &'s [Expr],
 }
 
 impl<'s> OwnRules<'s> {
@@ -36,24 +31,11 @@ impl<'s> OwnRules<'s> {
             if found.chain == MASQUERADING {
                 masquerades.push(exprs);
             } else if let Some(claim) = found.claim() {
-                mappings.push(OwnMapping { claim, exprs });
+                mappings.push((claim, exprs));
             }
         }
         let has_rules = !mappings.is_empty() || !masquerades.is_empty();
         OwnRules { mappings, masquerades, has_go_rules: has_rules && names_container_only }
-    }
-
-    /// Whether `found`, one of the existing mappings, is what the ADD writes for `claim`.
-    /// `conditions` are the compiled conditions; `None` if the program `nft` writes the mappings.
-    fn matches_claim(&self, found: &OwnMapping<'_>, claim: &ClaimedPort, conditions: Option<&[Expr]>) -> bool {
-        match conditions {
-            // Go's mappings have no conditions: it puts them into the base chains.
-            Some(_) if self.has_go_rules => found.claim == *claim,
-            Some(conditions) => *found.exprs == [conditions, &shape::mapping_rule(claim)].concat(),
-            // The conditions cannot be compared. If they end with an address, `read_mapping` takes
-            // it for the host address, which `claim` then lacks.
-            None => found.claim == *claim || ClaimedPort { host_ip: None, ..found.claim } == *claim,
-        }
     }
 
     /// Whether all masquerading rules for `snat` exist.
@@ -126,8 +108,17 @@ fn shared_chain_differences(shared: &Shared, own: &OwnRules<'_>) -> Vec<String> 
 fn mapping_differences(state: &FamilyState<'_>, identity: &Identity, own: &OwnRules<'_>) -> Vec<String> {
     let FamilyState { request, rules, .. } = state;
     let (chain, claims) = (format!("nft chain {} {HOSTPORTS}", shape::table(request.family)), &request.claims);
-    let conditions = conditions::compile(request.conditions(), request.family).ok();
-    let maps = |found: &OwnMapping<'_>, claim: &ClaimedPort| own.matches_claim(found, claim, conditions.as_deref());
+    let conditions = conditions::compile(request.conditions(), request.family);
+    // Whether an existing mapping is what the ADD writes for the claim `wanted`.
+    let maps = |(claim, exprs): &(ClaimedPort, &[Expr]), wanted: &ClaimedPort| match &conditions {
+        // Go's mappings have no conditions: it puts them into the base chains.
+        Ok(_) if own.has_go_rules => claim == wanted,
+        Ok(conditions) => **exprs == [conditions.as_slice(), &shape::mapping_rule(wanted)].concat(),
+        // The program `nft` writes the mappings, and their conditions cannot be compared. If they
+        // end with an address, `read_mapping` takes it for the host address, which `wanted` then
+        // lacks.
+        Err(_) => claim == wanted || ClaimedPort { host_ip: None, ..*claim } == *wanted,
+    };
     let mut differences = Vec::new();
     for claim in claims {
         if !own.mappings.iter().any(|found| maps(found, claim)) {
@@ -144,9 +135,9 @@ fn mapping_differences(state: &FamilyState<'_>, identity: &Identity, own: &OwnRu
         );
     }
     for found in &own.mappings {
-        let claim = found.claim;
+        let (claim, _) = found;
         // A mapping of a requested claim counts as requested even if its conditions differ.
-        if !claims.contains(&claim) && !claims.iter().any(|wanted| maps(found, wanted)) {
+        if !claims.contains(claim) && !claims.iter().any(|wanted| maps(found, wanted)) {
             differences.push(format!("{chain} also maps {claim} to {}, which was not requested", claim.container));
         }
     }
