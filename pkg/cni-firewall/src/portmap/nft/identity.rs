@@ -19,7 +19,7 @@ use super::{ClaimedPort, FamilyRequest};
 use crate::iptables::FAMILIES;
 use crate::nft::userdata::{self, comment_len, tag_len};
 use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, SearchFor, has_any_pair, mentions};
-use crate::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash, shortened};
+use crate::owner::{NETWORK_HASH_LEN, OwnerForm, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash, shortened};
 use cni::AttachmentId;
 use cni::cidr::octets;
 use cni_linux::error::Result;
@@ -118,9 +118,15 @@ impl Identity {
     }
 }
 
+/// The form of the owners in [`TAG_HASHES`], as hex digits.
+pub(super) const HASHES: OwnerForm = OwnerForm {
+    name: |attachment| hex(&Identity::new(attachment).hashes()),
+    prefixes: |network| vec![hex(&network_hash(network))],
+};
+
 /// Returns the comment for a container ID: the ID, [`shortened`] if it is longer than
 /// [`PLAIN_ID_MAX`]. `nft` and Go's plugin refuse such a long ID.
-fn comment(container_id: &str) -> String {
+pub(super) fn comment(container_id: &str) -> String {
     shortened(container_id, PLAIN_ID_MAX)
 }
 
@@ -129,7 +135,7 @@ fn comment(container_id: &str) -> String {
 pub(crate) fn owner_name(rule: &Rule) -> (String, fn(&AttachmentId) -> String) {
     match OwnerTag::of(rule) {
         OwnerTag::Alias(alias) => (alias, AttachmentId::alias),
-        OwnerTag::Hashes(hashes) => (hex(&hashes), |attachment| hex(&Identity::new(attachment).hashes())),
+        OwnerTag::Hashes(hashes) => (hex(&hashes), HASHES.name),
         OwnerTag::Missing => (rule.comment.clone().unwrap_or_default(), |attachment| comment(&attachment.container_id)),
     }
 }
@@ -191,19 +197,27 @@ pub(super) fn read_rules(
 /// can be among them, because the bytes of rules are searched. For a caller that appends no rule:
 /// an index could not tell that the chain has none of them.
 pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Result<Vec<ContainerRule>> {
-    let (family, address) = (request.family, request.container.address());
-    let (table, octets) = (shape::table(family), octets(address));
-    let ports: Vec<[u8; 2]> = request.claims.iter().map(|claim| claim.host_port.to_be_bytes()).collect();
-    let mut rules: Vec<ContainerRule> = Vec::new();
-    for chain in [HOSTPORTS, HOSTIP_HOSTPORTS] {
-        let can_conflict = |rule: &[u8]| has_any_pair(rule, &ports) || mentions(rule, &octets);
-        let listed = nft.rules_where(table, chain, can_conflict)?;
-        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain, listed }));
+    // Mostly the chain does not exist, which one request shows. A list is read twice.
+    if nft.find_chain(shape::table(request.family), HOSTPORTS)?.is_none() {
+        return Ok(Vec::new());
     }
-    // Masquerading rules are removed only together with a mapping to the same address.
-    if rules.iter().any(|found| shape::container(&found.listed.rule) == Some(address)) {
-        let listed = nft.rules_where(table, MASQUERADING, |rule| mentions(rule, &octets))?;
-        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain: MASQUERADING, listed }));
+    let octets = octets(request.container.address());
+    let ports: Vec<[u8; 2]> = request.claims.iter().map(|claim| claim.host_port.to_be_bytes()).collect();
+    read_rules_where(nft, request.family, |rule| has_any_pair(rule, &ports) || mentions(rule, &octets))
+}
+
+/// Reads the rules of containers in one family for which `is_wanted` is true, given the bytes of a
+/// rule. This is one request.
+pub(super) fn read_rules_where(
+    nft: &mut Nft,
+    family: Family,
+    is_wanted: impl Fn(&[u8]) -> bool,
+) -> Result<Vec<ContainerRule>> {
+    let find_chain = |name: &[u8]| CONTAINER_CHAINS.into_iter().find(|chain| chain.as_bytes() == name);
+    let is_read = |chain: &[u8], rule: &[u8]| find_chain(chain).is_some() && is_wanted(rule);
+    let mut rules = Vec::new();
+    for (name, listed) in nft.rules_of_table(shape::table(family), is_read)? {
+        rules.extend(find_chain(name.as_bytes()).map(|chain| ContainerRule { family, chain, listed }));
     }
     Ok(rules)
 }
@@ -218,16 +232,6 @@ pub(super) fn rules_naming_container(nft: &mut Nft, identity: &Identity) -> Resu
             chains.extend(nft.find_chain(shape::table(family), name)?);
         }
         rules.extend(read_rules(nft, family, &chains, &keys, &[])?);
-    }
-    Ok(rules)
-}
-
-/// Reads the rules of all containers in both families.
-pub(super) fn read_all_rules(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
-    let mut rules = Vec::new();
-    for (family, chain) in FAMILIES.into_iter().flat_map(|family| CONTAINER_CHAINS.map(|chain| (family, chain))) {
-        let listed = nft.rules(shape::table(family), chain)?;
-        rules.extend(listed.into_iter().map(|listed| ContainerRule { family, chain, listed }));
     }
     Ok(rules)
 }

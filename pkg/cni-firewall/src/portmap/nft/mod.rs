@@ -25,10 +25,12 @@ use super::conditions;
 use super::conflict::{ConflictSearch, Holder, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Forwarding, Policy, Refusal, Snat};
 use crate::engine::{self, Store};
+use crate::iptables::FAMILIES;
 use crate::nft::{Batch, Expr, Key, Nft, Rule};
-use crate::owner::{AttachmentFilter, OwnerTag, Untagged};
+use crate::owner::{ALIAS, AttachmentFilter, OwnerTag, Untagged};
 use cni::AttachmentId;
 use cni::config::ValidAttachments;
+use cni::steps::hex;
 use cni_linux::error::Result;
 use cni_linux::program;
 use cni_linux::route::Family;
@@ -40,7 +42,7 @@ pub(crate) mod shape;
 mod tests;
 
 pub(super) use check::check;
-use identity::{ContainerRule, Identity, Ownership, read_all_rules, read_rules, rules_naming_container};
+use identity::{ContainerRule, HASHES, Identity, Ownership, read_rules, read_rules_where, rules_naming_container};
 use shape::{CONTAINER_CHAINS, HOSTPORTS, MASQUERADING, Shared};
 
 /// How long the program `nft` may run.
@@ -106,8 +108,8 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
         }
         Ok(())
     };
-    // Mostly there is nothing to remove. Then one reading of each list is enough.
-    nft.wait_for_generation()?;
+    // Mostly there is nothing to remove. Then no transaction proves that the lists did not change
+    // while they were read, so each list is read until two readings agree.
     let mut removals = Batch::new();
     plan(&mut nft, &mut removals)?;
     if !removals.is_empty() {
@@ -251,8 +253,12 @@ pub(super) fn purge(store: &Store<'_>, filter: AttachmentFilter<'_>, claims: &mu
                 let rules = rules_naming_container(nft, &identity)?;
                 select_one(rules, &identity, untagged)
             }
-            AttachmentFilter::Garbage { network, valid } => {
-                select_garbage(read_all_rules(nft)?, network, valid, &mut remarks)
+            AttachmentFilter::Garbage { valid, .. } => {
+                let mut rules = Vec::new();
+                for family in FAMILIES {
+                    rules.extend(read_rules_where(nft, family, |_| true)?);
+                }
+                select_garbage(rules, filter, valid, &mut remarks)
             }
         };
         delete_rules(batch, &rules);
@@ -285,44 +291,42 @@ fn select_one(mut rules: Vec<ContainerRule>, identity: &Identity, untagged: Unta
     rules
 }
 
-/// Returns the rules that [`purge`] removes as garbage of a network, of all `rules`. Adds a remark
-/// for each mapping that stays because its rule names no network.
+/// Returns the rules that [`purge`] removes as garbage, of all `rules`. `filter` selects the
+/// attachments that are not `valid`. Adds a remark for each mapping that stays because its rule
+/// names no network.
 fn select_garbage(
     mut rules: Vec<ContainerRule>,
-    network: &str,
+    filter: AttachmentFilter<'_>,
     valid: &ValidAttachments,
     remarks: &mut BTreeSet<String>,
 ) -> Vec<ContainerRule> {
-    let mut valid_by_comment: BTreeMap<String, Vec<Identity>> = BTreeMap::new();
-    for (container_id, ifname) in valid.iter() {
-        let identity = Identity::new(&AttachmentId::new(network, container_id, ifname));
-        valid_by_comment.entry(identity.comment.clone()).or_default().push(identity);
-    }
-    let valid_of = |rule: &Rule| rule.comment.as_ref().and_then(|comment| valid_by_comment.get(comment));
-    let is_garbage = |rule: &Rule| {
-        let is_this = |identity: &Identity| identity.ownership_of(rule) == Ownership::This;
-        OwnerTag::of(rule).is_of_network(network) == Some(true)
-            && !valid_of(rule).is_some_and(|valid| valid.iter().any(is_this))
+    let (by_alias, by_hashes) = (filter.owners(ALIAS), filter.owners(HASHES));
+    // `None` for a rule that names no network.
+    let is_garbage = |rule: &Rule| match OwnerTag::of(rule) {
+        OwnerTag::Alias(alias) => Some(by_alias.contains(&alias)),
+        OwnerTag::Hashes(hashes) => Some(by_hashes.contains(&hex(&hashes))),
+        OwnerTag::Missing => None,
     };
-    let names_network = |rule: &Rule| OwnerTag::of(rule) != OwnerTag::Missing;
     let container_and_address = |rule: &Rule| rule.comment.clone().zip(shape::container(rule));
     // The containers and addresses of the rules that name a network, and whether all of these are
     // garbage.
     let mut owners: BTreeMap<(String, IpAddr), bool> = BTreeMap::new();
-    for ContainerRule { listed, .. } in rules.iter().filter(|found| names_network(&found.listed.rule)) {
-        if let Some(key) = container_and_address(&listed.rule) {
-            let is_garbage = is_garbage(&listed.rule);
-            owners.entry(key).and_modify(|all| *all &= is_garbage).or_insert(is_garbage);
+    for ContainerRule { listed, .. } in &rules {
+        if let Some(is_garbage) = is_garbage(&listed.rule)
+            && let Some(key) = container_and_address(&listed.rule)
+        {
+            *owners.entry(key).or_insert(true) &= is_garbage;
         }
     }
+    let valid_comments: BTreeSet<String> = valid.iter().map(|(id, _)| identity::comment(id)).collect();
     rules.retain(|found| {
         let rule = &found.listed.rule;
-        if names_network(rule) {
-            return is_garbage(rule);
+        if let Some(is_garbage) = is_garbage(rule) {
+            return is_garbage;
         }
         let all_are_garbage = container_and_address(rule).and_then(|key| owners.get(&key));
         if all_are_garbage.is_none()
-            && valid_of(rule).is_none()
+            && !rule.comment.as_ref().is_some_and(|comment| valid_comments.contains(comment))
             && let Some(claim) = found.claim()
         {
             let (address, id) = (claim.container, rule.comment.as_deref().unwrap_or("(unknown)"));
