@@ -189,20 +189,16 @@ pub(super) fn marker_rule(attachment: &AttachmentId, host_link: Option<&str>) ->
 /// Returns the rules of one mapping: those that mark connections for masquerading, then the one
 /// that translates the destination.
 pub(super) fn mapping_rules(wanted: &Forwarding, container: Cidr, claim: &ClaimedPort) -> Vec<RuleWords> {
+    // A prefix of length 0 is left out, because iptables does not print it.
+    let network = (container.prefix() > 0).then(|| container.network().to_string());
+    let localhost = Some(Cidr::host(Ipv4Addr::LOCALHOST.into()).to_string());
     // Prefixes; `None` for any source.
-    let mut masqueraded_sources: Vec<Option<String>> = Vec::new();
-    match wanted.snat {
-        Snat::No => {}
-        Snat::All => masqueraded_sources.push(None),
-        Snat::Hairpin => {
-            // A prefix of length 0 is left out, because iptables does not print it.
-            let network = if container.prefix() > 0 { Some(container.network().to_string()) } else { None };
-            masqueraded_sources.push(network);
-            if container.is_ipv4() {
-                masqueraded_sources.push(Some(Cidr::host(Ipv4Addr::LOCALHOST.into()).to_string()));
-            }
-        }
-    }
+    let masqueraded_sources = match wanted.snat {
+        Snat::No => vec![],
+        Snat::All => vec![None],
+        Snat::Hairpin if container.is_ipv4() => vec![network, localhost],
+        Snat::Hairpin => vec![network],
+    };
     let mark_chain = match &wanted.set_mark {
         SetMark::Bit(_) => SETMARK,
         SetMark::Chain(chain) => chain,

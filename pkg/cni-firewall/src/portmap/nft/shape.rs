@@ -17,7 +17,7 @@
 //! Go puts the conditions before the `fib` of the chains prerouting and output instead, where those
 //! of the last ADD replace all others.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use super::super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey};
 use super::super::super::nft::{self, BaseChain, Batch, Chain, Hook, Key, Kind, Listed, Nft, Rule, Table};
@@ -93,14 +93,10 @@ pub(in super::super) fn masquerade_rules(container: IpAddr, snat: Snat) -> Vec<V
         exprs.push(Expr::Masquerade);
         exprs
     };
-    let any = match container {
-        IpAddr::V4(_) => IpAddr::from(Ipv4Addr::UNSPECIFIED),
-        IpAddr::V6(_) => IpAddr::from(Ipv6Addr::UNSPECIFIED),
-    };
     match snat {
         Snat::No => Vec::new(),
-        // From 0.0.0.0/0 or ::/0.
-        Snat::All => vec![masquerade_from(expr::masked(expr::saddr(any), 0))],
+        // From 0.0.0.0/0 or ::/0: no bit of the address is compared.
+        Snat::All => vec![masquerade_from(expr::masked(expr::saddr(container), 0))],
         Snat::Hairpin => {
             let mut rules = vec![masquerade_from(expr::saddr(container))];
             // Not for ::1, which the kernel does not route to another interface.
