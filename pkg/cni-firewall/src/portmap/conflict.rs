@@ -90,6 +90,12 @@ enum Liveness {
     Unknown,
 }
 
+/// Whether the ADD must fail with this error of a search, instead of continuing with a remark: a
+/// living container has a wanted port, or a signal ended a wait.
+pub(super) fn must_fail(error: &Error) -> bool {
+    error.is_held() || error.is_terminated()
+}
+
 /// The search of an ADD for rules of other containers. Connects to the kernel only when a link or
 /// the routes are needed to find out whether a container is alive.
 #[derive(Debug)]
@@ -142,6 +148,21 @@ impl<'w> ConflictSearch<'w> {
         for remark in self.remarks.drain(..) {
             self.notes.note(format_args!("portmap: {remark}"));
         }
+    }
+
+    /// Ends the search of tables in which the ADD makes no rules: `removal` is the outcome of the
+    /// removal of stale rules. Writes the remarks; a failure is one of them.
+    ///
+    /// # Errors
+    /// Those with which the ADD [must fail](must_fail).
+    pub(super) fn finish(&mut self, removal: Result<()>) -> Result<()> {
+        match removal {
+            Err(error) if must_fail(&error) => return Err(error),
+            Err(error) => self.remark(format_args!("the stale host port rules were not removed: {error}")),
+            Ok(()) => {}
+        }
+        self.note_remarks();
+        Ok(())
     }
 
     /// Adds a remark for each of `older` that has a wanted port, unless the ADD ignores conflicts.

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use cni::machine::OnSigterm;
 
-use super::super::conflict::{ConflictSearch, Holder, SearchedTables};
+use super::super::conflict::{ConflictSearch, Holder, SearchedTables, must_fail};
 use super::super::{ClaimedPort, FamilyRequest};
 use super::shape::{self, DNAT, RuleGroup, SNAT, can_match_any};
 use super::{candidate_jumps, jumps_to};
@@ -18,7 +18,7 @@ use crate::iptables::{Chain, Chains, Edit, Iptables, Rule, Variant, variant_pref
 use crate::nft::Retries;
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
-use cni_linux::error::{Error, Result};
+use cni_linux::error::Result;
 
 /// The network and the container ID from the comment of a jump.
 type JumpOwner<'j> = (&'j str, &'j str);
@@ -172,22 +172,15 @@ pub(in super::super) fn search_other_tables(
                     "portmap: {name} has a table nat, but it was not searched for other containers' host ports: \
                      {error}"
                 )),
-                Err(error) => return Err(error),
-                Ok(()) => search.note_remarks(),
+                result => result?,
             }
         }
     }
     Ok(())
 }
 
-/// Whether the ADD must fail with this error of a search, instead of continuing with a remark: a
-/// living container has a wanted port, or a signal ended a wait.
-fn must_fail(error: &Error) -> bool {
-    error.is_held() || error.is_terminated()
-}
-
-/// Searches the table of one family and variant, and removes the stale rules. Takes the lock only
-/// if there are any.
+/// Searches the table of one family and variant, removes the stale rules and writes the remarks.
+/// Takes the lock only if there are stale rules.
 fn search_table(
     iptables: &mut Iptables<'_>,
     request: &FamilyRequest<'_>,
@@ -202,15 +195,11 @@ fn search_table(
         Ok(edit)
     };
     let edit = plan(&mut iptables.read(request.family, variant)?, search)?;
-    if edit.is_empty() {
-        return Ok(());
+    let mut removal = Ok(());
+    if !edit.is_empty() {
+        removal = iptables.change(request.family, variant, |nat| plan(nat, search));
     }
-    match iptables.change(request.family, variant, |nat| plan(nat, search)) {
-        Err(error) if must_fail(&error) => return Err(error),
-        Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
-        Ok(()) => {}
-    }
-    Ok(())
+    search.finish(removal)
 }
 
 /// Adds to `edit` the removal of dead containers' rules: those that lead to this container's

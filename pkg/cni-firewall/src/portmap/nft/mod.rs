@@ -112,15 +112,8 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
     // while they were read, so each list is read until two readings agree.
     let mut removals = Batch::new();
     plan(&mut nft, &mut removals)?;
-    if !removals.is_empty() {
-        match engine::change(&mut nft, plan) {
-            Err(error) if error.is_held() => return Err(error),
-            Err(error) => search.remark(format_args!("the stale host port rules were not removed: {error}")),
-            Ok(()) => {}
-        }
-    }
-    search.note_remarks();
-    Ok(())
+    let removal = if removals.is_empty() { Ok(()) } else { engine::change(&mut nft, plan) };
+    search.finish(removal)
 }
 
 /// Adds the removal of these rules to the batch.
