@@ -150,25 +150,10 @@ pub(super) fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     if table.family == Family::Inet { nfproto(address) } else { Vec::new() }
 }
 
-/// What the rules of [`CNI_FORWARD`] accept.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Accepted {
-    /// Packets from containers, and the replies.
-    FromContainers,
-    /// Also redirected connections, to the addresses in the sets [`REDIRECTED`].
-    Redirected,
-}
-
-impl Accepted {
-    /// Returns what the rules must accept for these addresses.
-    fn required_by<'a>(addresses: impl IntoIterator<Item = &'a OwnedAddress>) -> Accepted {
-        let is_redirected = addresses.into_iter().any(|owned| owned.accepts_redirected);
-        if is_redirected { Accepted::Redirected } else { Accepted::FromContainers }
-    }
-}
-
-/// Returns the rules of [`CNI_FORWARD`] in the table of `entry_chain`.
-fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>> {
+/// Returns the rules of [`CNI_FORWARD`] in the table of `entry_chain`: they accept packets from
+/// containers and the replies and, with `accepts_redirected`, redirected connections to the
+/// addresses in the sets [`REDIRECTED`].
+fn forward_rules(entry_chain: &EntryChain, accepts_redirected: bool) -> Vec<Vec<Expr>> {
     let table = entry_chain.table();
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in entry_chain.family_samples() {
@@ -176,7 +161,7 @@ fn forward_rules(entry_chain: &EntryChain, accepted: Accepted) -> Vec<Vec<Expr>>
         // `in_set` turns the comparison with `sample` into a lookup in the set.
         let mut matches =
             vec![in_set(saddr(sample), &set), [in_set(daddr(sample), &set), ct_established_related()].concat()];
-        if accepted == Accepted::Redirected {
+        if accepts_redirected {
             let set = set_of(REDIRECTED, sample);
             matches.push([in_set(daddr(sample), &set), ct_dnat()].concat());
         }
@@ -292,15 +277,15 @@ fn add_shared_chains(
         }
     };
     ensure_sets(batch, PODS);
-    let required = Accepted::required_by(addresses);
-    if find_accepted(nft, entry_chain)?.is_none_or(|accepted| accepted < required) {
+    if !has_forward_rules(nft, entry_chain, addresses)? {
         // Another program may have changed rules that other containers need.
-        let all = RecordChain::find(nft, table, OWNERS, objects)?.records(nft)?;
-        let required = required.max(Accepted::required_by(all.iter().map(|record| &record.owned)));
-        if required == Accepted::Redirected {
+        let records = RecordChain::find(nft, table, OWNERS, objects)?.records(nft)?;
+        let mut all = addresses.iter().chain(records.iter().map(|record| &record.owned));
+        let accepts_redirected = all.any(|owned| owned.accepts_redirected);
+        if accepts_redirected {
             ensure_sets(batch, REDIRECTED);
         }
-        batch.replace_rules(table, CNI_FORWARD, forward_rules(entry_chain, required));
+        batch.replace_rules(table, CNI_FORWARD, forward_rules(entry_chain, accepts_redirected));
     }
     if !leads_to_forward(nft, entry_chain)? {
         batch.insert_rule(table, &entry_chain.chain, &Rule::new(vec![jump(CNI_FORWARD)]).with_comment(JUMP_COMMENT));
@@ -308,13 +293,13 @@ fn add_shared_chains(
     Ok(())
 }
 
-/// Returns what [`CNI_FORWARD`] in the table of `entry_chain` accepts; `None` if it has other rules
-/// than the [`forward_rules`].
-fn find_accepted(nft: &mut Nft, entry_chain: &EntryChain) -> Result<Option<Accepted>> {
+/// Whether [`CNI_FORWARD`] in the table of `entry_chain` has the [`forward_rules`] that these
+/// addresses need, or those that also accept redirected connections.
+fn has_forward_rules(nft: &mut Nft, entry_chain: &EntryChain, addresses: &[OwnedAddress]) -> Result<bool> {
     let rules = nft.rules(entry_chain.table(), CNI_FORWARD)?;
-    let has_rules =
-        |accepted: &Accepted| rules.iter().map(|listed| &listed.rule.exprs).eq(&forward_rules(entry_chain, *accepted));
-    Ok([Accepted::FromContainers, Accepted::Redirected].into_iter().find(has_rules))
+    let has = |wanted: Vec<Vec<Expr>>| rules.iter().map(|listed| &listed.rule.exprs).eq(&wanted);
+    let needs_redirected = addresses.iter().any(|owned| owned.accepts_redirected);
+    Ok(has(forward_rules(entry_chain, true)) || (!needs_redirected && has(forward_rules(entry_chain, false))))
 }
 
 /// Whether a rule of `entry_chain` jumps or goes to [`CNI_FORWARD`], at whatever position the
@@ -402,7 +387,7 @@ pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> 
     let mut missing = Vec::new();
     for (entry_chain, group) in by_entry_chain(&rules.owned_addresses(), rules.nftables_admin_chain.as_ref()) {
         let table = entry_chain.table();
-        if find_accepted(nft, &entry_chain)?.is_none_or(|accepted| accepted < Accepted::required_by(&group)) {
+        if !has_forward_rules(nft, &entry_chain, &group)? {
             missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
             continue;
         }
