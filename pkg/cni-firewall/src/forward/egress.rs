@@ -106,8 +106,8 @@ fn element(owned: &OwnedAddress) -> Object {
 }
 
 /// Returns what a record requires: the element, and the chain of the network.
-fn objects(owned: &OwnedAddress) -> Result<Vec<Object>> {
-    Ok(vec![element(owned), Object::Egress { chain: network_chain(&owned.owner) }])
+fn objects(owned: &OwnedAddress) -> Vec<Object> {
+    vec![element(owned), Object::Egress { chain: network_chain(&owned.owner) }]
 }
 
 /// Looks up the chain of the records.

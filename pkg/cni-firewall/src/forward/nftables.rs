@@ -134,14 +134,14 @@ pub(super) fn set_of(prefix: &str, address: IpAddr) -> String {
 }
 
 /// Returns the elements of sets and the isolation rules that an address requires.
-fn objects(owned: &OwnedAddress) -> Result<Vec<Object>> {
+fn objects(owned: &OwnedAddress) -> Vec<Object> {
     let element = |prefix| Object::Element { set: set_of(prefix, owned.address), address: owned.address };
     let mut objects = vec![element(PODS)];
     if owned.accepts_redirected {
         objects.push(element(REDIRECTED));
     }
-    objects.extend(isolation_rules(&owned.ingress)?);
-    Ok(objects)
+    objects.extend(isolation_rules(&owned.ingress));
+    objects
 }
 
 /// Returns the expressions that match the address's family, as `nft` writes them before an address
@@ -172,19 +172,11 @@ fn forward_rules(entry_chain: &EntryChain, accepts_redirected: bool) -> Vec<Vec<
     rules
 }
 
-/// Unwraps the result of [`iifname`] or [`oifname`] for `bridge`. Fails if it is `None`, because
-/// the name is too long for an interface.
-pub(super) fn require_match(exprs: Option<Vec<Expr>>, bridge: &str) -> Result<Vec<Expr>> {
-    exprs.ok_or_else(|| {
-        Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
-    })
-}
-
-/// Returns the rules that isolate the policy's bridge; none for the policy `open`.
-fn isolation_rules(ingress: &Ingress) -> Result<Vec<Object>> {
-    let Some(bridge) = ingress.bridge() else { return Ok(Vec::new()) };
-    let from_bridge = require_match(iifname(bridge), bridge)?;
-    let to_bridge = require_match(oifname(bridge), bridge)?;
+/// Returns the rules that isolate the policy's bridge; none for the policy `open`, and for a name
+/// that is too long for an interface, for which no record can be written.
+fn isolation_rules(ingress: &Ingress) -> Vec<Object> {
+    let bridge_matches = ingress.bridge().and_then(|bridge| iifname(bridge).zip(oifname(bridge)));
+    let Some((from_bridge, to_bridge)) = bridge_matches else { return Vec::new() };
     let drop = vec![Expr::Verdict(Verdict::Drop)];
     let rule = |chain, exprs: &[Vec<Expr>]| Object::Rule { chain, exprs: exprs.concat() };
     let mut rules = Vec::new();
@@ -193,7 +185,7 @@ fn isolation_rules(ingress: &Ingress) -> Result<Vec<Object>> {
     }
     rules.push(rule(STAGE_1, &[from_bridge, not(to_bridge.clone()), vec![jump(STAGE_2)]]));
     rules.push(rule(STAGE_2, &[to_bridge, drop]));
-    Ok(rules)
+    rules
 }
 
 /// Fails if an administrator's chain is configured but does not exist: with ENOENT, or with the
@@ -400,7 +392,7 @@ pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> 
             missing.push(format!("nft chain {table} {} does not lead to {CNI_FORWARD}", entry_chain.chain));
         }
         for owned in &group {
-            for object in objects(owned)? {
+            for object in objects(owned) {
                 let sentence = object.lack(table, &owned.ingress);
                 if !object.exists(nft, table)? && !missing.contains(&sentence) {
                     missing.push(sentence);

@@ -6,11 +6,11 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use cni_linux::error::Result;
+use cni_linux::error::{Cause, Error, Result};
 use cni_linux::route;
 
 use super::iptables::read_record;
-use super::nftables::{match_family, require_match};
+use super::nftables::match_family;
 use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
 use super::{Written, egress};
 use crate::iptables::rule_in_words;
@@ -20,14 +20,19 @@ use crate::owner::{AttachmentFilter, SelectedOwners};
 
 /// Returns the rule without a verdict that records the owner and the policy of an address. The
 /// address as the destination too means that redirected connections are accepted.
+///
+/// # Errors
+/// The name of the bridge is too long for an interface.
 fn record_rule(table: Table<'_>, owned: &OwnedAddress) -> Result<Rule> {
     let mut exprs = [match_family(table, owned.address), saddr(owned.address)].concat();
     if owned.accepts_redirected {
         exprs.extend(daddr(owned.address));
     }
     if let Some(bridge) = owned.ingress.bridge() {
-        let to_bridge = require_match(oifname(bridge), bridge)?;
-        exprs.extend(require_match(iifname(bridge), bridge)?);
+        let (from_bridge, to_bridge) = iifname(bridge).zip(oifname(bridge)).ok_or_else(|| {
+            Error::new(format!("failed to build a rule for bridge {bridge}"), Cause::text("the name is too long"))
+        })?;
+        exprs.extend(from_bridge);
         exprs.extend(if matches!(owned.ingress, Ingress::Isolated(_)) { to_bridge } else { not(to_bridge) });
     }
     Ok(Rule::new(exprs).with_comment(owned.owner.clone()))
@@ -138,7 +143,7 @@ pub(crate) struct RecordChain {
     /// `None` if it does not exist.
     pub(super) chain: Option<Chain>,
     /// Returns the objects that a record requires.
-    objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
+    objects: fn(&OwnedAddress) -> Vec<Object>,
 }
 
 impl RecordChain {
@@ -147,7 +152,7 @@ impl RecordChain {
         nft: &mut Nft,
         table: Table<'_>,
         name: &'static str,
-        objects: fn(&OwnedAddress) -> Result<Vec<Object>>,
+        objects: fn(&OwnedAddress) -> Vec<Object>,
     ) -> Result<RecordChain> {
         let chain = nft.find_chain(table, name)?;
         Ok(RecordChain { family: table.family, table: table.name.to_owned(), name, chain, objects })
@@ -222,7 +227,23 @@ impl RecordChain {
         for record in removed {
             batch.delete_rule(self.table(), self.name, record.rule);
         }
-        for object in self.unneeded_objects(nft, removed, staying)? {
+        let mut unneeded: BTreeSet<Object> = removed.iter().flat_map(|record| (self.objects)(&record.owned)).collect();
+        if unneeded.is_empty() {
+            return Ok(());
+        }
+        // Only records of the same address require an element. Any other can require another
+        // object.
+        let others = if unneeded.iter().all(|object| matches!(object, Object::Element { .. })) {
+            self.search(nft, None, removed.iter().map(|record| record.owned.address), SearchFor::Compare)?
+        } else {
+            self.records(nft)?
+        };
+        let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.rule).collect();
+        let remaining = others.iter().filter(|record| !removed_handles.contains(&record.rule));
+        for object in remaining.map(|record| &record.owned).chain(staying).flat_map(self.objects) {
+            unneeded.remove(&object);
+        }
+        for object in unneeded {
             object.purge(nft, batch, self.table())?;
         }
         Ok(())
@@ -243,44 +264,12 @@ impl RecordChain {
                 batch.append_rule(self.table(), self.name, &record_rule(self.table(), owned)?);
                 is_missing = true;
             }
-            for object in (self.objects)(owned)? {
+            for object in (self.objects)(owned) {
                 if ensured.insert(object.clone()) {
                     object.ensure(nft, batch, self.table())?;
                 }
             }
         }
         Ok(is_missing)
-    }
-
-    /// Returns the objects that only the records `removed` require: neither `staying` nor another
-    /// record does.
-    fn unneeded_objects(
-        &self,
-        nft: &mut Nft,
-        removed: &[&NftRecord],
-        staying: &[OwnedAddress],
-    ) -> Result<BTreeSet<Object>> {
-        let mut objects = BTreeSet::new();
-        for record in removed {
-            objects.extend((self.objects)(&record.owned)?);
-        }
-        if objects.is_empty() {
-            return Ok(objects);
-        }
-        // Only records of the same address require an element. Any other can require another
-        // object.
-        let others = if objects.iter().all(|object| matches!(object, Object::Element { .. })) {
-            self.search(nft, None, removed.iter().map(|record| record.owned.address), SearchFor::Compare)?
-        } else {
-            self.records(nft)?
-        };
-        let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.rule).collect();
-        let remaining = others.iter().filter(|record| !removed_handles.contains(&record.rule));
-        for owned in remaining.map(|record| &record.owned).chain(staying) {
-            for object in (self.objects)(owned)? {
-                objects.remove(&object);
-            }
-        }
-        Ok(objects)
     }
 }

@@ -48,7 +48,7 @@ pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
 
 /// Looks up the chain of the records. A record requires no other object.
 pub(crate) fn find_records(nft: &mut Nft) -> Result<RecordChain> {
-    RecordChain::find(nft, TABLE, RECORDS, |_| Ok(Vec::new()))
+    RecordChain::find(nft, TABLE, RECORDS, |_| Vec::new())
 }
 
 /// Records `addresses` as those of the attachment, and removes its other records and those that
