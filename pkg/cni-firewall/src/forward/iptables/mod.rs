@@ -78,21 +78,20 @@ fn find_rules_of(
 struct ExistingRules(BTreeMap<(&'static str, Vec<String>), Vec<Rule>>);
 
 impl ExistingRules {
-    /// Reads the rules with the same parts as those that the addresses require.
+    /// Reads the rules with the same parts as those that `rules` requires for these addresses.
     fn read(
         filter: &mut Chains<'_>,
+        rules: &ForwardRules,
         addresses: &[OwnedAddress],
-        admin_chain: &str,
         purpose: SearchFor,
     ) -> Result<ExistingRules> {
         let mut existing = ExistingRules::default();
         let ips = addresses.iter().map(|owned| owned.address);
         // One search finds the jump and the accepting rules, because the chain can be long.
-        let jump_to_admin = Part::Target(admin_chain);
+        let jump_to_admin = Part::Target(&rules.iptables_admin_chain);
         existing.add(CNI_FORWARD, find_rules_of(filter, CNI_FORWARD, ips, Some(jump_to_admin), purpose)?);
-        if isolates(addresses) {
-            existing.add(STAGE_1, filter.rules(STAGE_1)?.to_vec());
-            existing.add(STAGE_2, filter.rules(STAGE_2)?.to_vec());
+        for stage in stages(&rules.ingress) {
+            existing.add(stage, filter.rules(stage)?.to_vec());
         }
         Ok(existing)
     }
@@ -110,31 +109,24 @@ impl ExistingRules {
     }
 }
 
-/// Whether the policy of these addresses isolates a bridge. All addresses of an attachment have the
-/// same policy.
-fn isolates(addresses: &[OwnedAddress]) -> bool {
-    addresses.iter().any(|owned| owned.ingress.bridge().is_some())
+/// Returns the chains that isolate the policy's bridge; none for the policy `open`.
+fn stages(ingress: &Ingress) -> &'static [&'static str] {
+    if ingress.bridge().is_some() { &[STAGE_1, STAGE_2] } else { &[] }
 }
 
-/// Returns the chains that addresses require.
-fn required_chains<'a>(addresses: &[OwnedAddress], admin_chain: &'a str) -> Vec<&'a str> {
-    let isolation = if isolates(addresses) { &[STAGE_1, STAGE_2][..] } else { &[] };
-    [&[CNI_FORWARD, admin_chain], isolation].concat()
+/// Returns the chains that the rules require.
+fn required_chains(rules: &ForwardRules) -> Vec<&str> {
+    [&[CNI_FORWARD, &rules.iptables_admin_chain], stages(&rules.ingress)].concat()
 }
 
-/// Returns the rules that addresses require, except the jumps from [`FORWARD`]: the chain and the
-/// words of each, and where the rule is added. Of several rules that are added at the beginning of
-/// a chain, the last one becomes the first.
-fn required_rules(addresses: &[OwnedAddress], admin_chain: &str) -> Vec<(&'static str, Vec<String>, RulePosition)> {
-    let mut required = vec![(CNI_FORWARD, commented_rule(&[], ADMIN_JUMP_COMMENT, admin_chain), First)];
-    for owned in addresses {
-        required.extend(address_rules(owned).into_iter().map(|words| (CNI_FORWARD, words, Last)));
-    }
-    let isolating = addresses.iter().find(|owned| owned.ingress.bridge().is_some());
-    for (chain, words) in isolating.iter().flat_map(|owned| isolation_rules(&owned.ingress)).rev() {
-        required.push((chain, words, First));
-    }
-    required
+/// Returns the rules that these addresses require, except the jumps from [`FORWARD`]: the chain and
+/// the words of each, and where the rule is added. Of several rules that are added at the beginning
+/// of a chain, the last one becomes the first.
+fn required_rules(rules: &ForwardRules, addresses: &[OwnedAddress]) -> Vec<(&'static str, Vec<String>, RulePosition)> {
+    let jump_to_admin = commented_rule(&[], ADMIN_JUMP_COMMENT, &rules.iptables_admin_chain);
+    let accepting = addresses.iter().flat_map(address_rules).map(|words| (CNI_FORWARD, words, Last));
+    let isolating = isolation_rules(&rules.ingress).into_iter().rev().map(|(chain, words)| (chain, words, First));
+    std::iter::once((CNI_FORWARD, jump_to_admin, First)).chain(accepting).chain(isolating).collect()
 }
 
 /// Adds to `edit` the removal of all but the first of these copies of a rule: simultaneous ADDs of
@@ -151,32 +143,28 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, copies: &[Rule]) {
 /// Adds to `written.accepted_for_others` the addresses that are accepted but have no record: the Go
 /// plugin wrote these rules.
 pub(super) fn ensure(filter: &mut Chains<'_>, rules: &ForwardRules, written: &mut Written) -> Result<Edit> {
-    let (owner, admin_chain) = (&owner::name(&rules.attachment), &rules.iptables_admin_chain);
-    let addresses = &rules.of_family(filter.family());
+    let (owner, addresses) = (&owner::name(&rules.attachment), &rules.of_family(filter.family()));
     let mut edit = Edit::new();
-    for chain in required_chains(addresses, admin_chain).into_iter().chain([OWNERS]) {
+    for chain in required_chains(rules).into_iter().chain([OWNERS]) {
         if !filter.has_chain(chain)? {
             edit.create_chain(chain);
         }
     }
-    let jumps = if isolates(addresses) { &[STAGE_1, CNI_FORWARD][..] } else { &[CNI_FORWARD] };
-    order_jumps(filter, &mut edit, jumps)?;
-    let existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Append)?;
+    order_jumps(filter, &mut edit, &[&[CNI_FORWARD], stages(&rules.ingress)].concat())?;
+    let existing = ExistingRules::read(filter, rules, addresses, SearchFor::Append)?;
     let ips = addresses.iter().map(|owned| owned.address);
     let found = find_rules_of(filter, OWNERS, ips, Some(Part::Comment(owner)), SearchFor::Append)?;
     let records = records_among(&found);
-    for (chain, words, position) in required_rules(addresses, admin_chain) {
+    for (chain, words, position) in required_rules(rules, addresses) {
         let copies = existing.find(chain, &words);
         delete_duplicates(&mut edit, chain, copies);
         if copies.is_empty() {
             edit.add_rule(chain, words, position);
         }
     }
-    if isolates(addresses) {
-        for stage in [STAGE_1, STAGE_2] {
-            if existing.find(stage, &end_of_stage()).is_empty() {
-                edit.append(stage, end_of_stage());
-            }
+    for stage in stages(&rules.ingress) {
+        if existing.find(stage, &end_of_stage()).is_empty() {
+            edit.append(stage, end_of_stage());
         }
     }
     let recorded: BTreeSet<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
@@ -204,25 +192,24 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     // that does not exist.
     let has_target = filter.has_chain(CNI_FORWARD)? || filter.has_chain(STAGE_1)?;
     let jumps = if has_target { find_jumps(filter)? } else { Vec::new() };
-    let first = jumps.first().cloned();
-    let mut existing = ExistingRules::default();
-    existing.add(FORWARD, jumps);
+    let copies_of =
+        |words: &[String]| -> Vec<Rule> { jumps.iter().filter(|rule| rule.matches(words)).cloned().collect() };
     let jump_to_forward = commented_rule(&[], JUMP_COMMENT, CNI_FORWARD);
-    let copies = existing.find(FORWARD, &jump_to_forward);
-    delete_duplicates(edit, FORWARD, copies);
+    let copies = copies_of(&jump_to_forward);
+    delete_duplicates(edit, FORWARD, &copies);
     let adds_forward_jump = required.contains(&CNI_FORWARD) && copies.is_empty();
     if adds_forward_jump {
         edit.insert(FORWARD, jump_to_forward);
     }
     let jump_to_stage_1 = commented_rule(&[], ISOLATION_COMMENT, STAGE_1);
-    let copies = existing.find(FORWARD, &jump_to_stage_1);
+    let copies = copies_of(&jump_to_stage_1);
     if copies.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
     // A jump to CNI_FORWARD that is added above comes before the existing jumps.
-    let is_first = !adds_forward_jump && first.is_some_and(|rule| rule.matches(&jump_to_stage_1));
+    let is_first = !adds_forward_jump && jumps.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
     if !is_first || copies.len() != 1 {
-        edit.put_first(FORWARD, jump_to_stage_1, copies);
+        edit.put_first(FORWARD, jump_to_stage_1, &copies);
     }
     Ok(())
 }
@@ -281,14 +268,13 @@ pub(super) struct Checked {
 /// Checks the rules for the addresses of `rules`, in the family of `filter`. Records are not
 /// checked, because Go does not write them.
 pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Checked> {
-    let (addresses, admin_chain) = (&rules.of_family(filter.family()), &rules.iptables_admin_chain);
-    let mut missing = Vec::new();
-    for chain in required_chains(addresses, admin_chain) {
+    let (addresses, mut missing) = (&rules.of_family(filter.family()), Vec::new());
+    for chain in required_chains(rules) {
         if !filter.has_chain(chain)? {
             missing.push(format!("iptables chain {chain} is missing from table filter"));
         }
     }
-    let mut existing = ExistingRules::read(filter, addresses, admin_chain, SearchFor::Compare)?;
+    let mut existing = ExistingRules::read(filter, rules, addresses, SearchFor::Compare)?;
     let mut accepting = addresses.iter().flat_map(|owned| accept_rules(owned.address));
     let accepts_any = accepting.any(|words| !existing.find(CNI_FORWARD, &words).is_empty());
     if !missing.is_empty() {
@@ -298,16 +284,17 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Che
     let first_target = jumps.first().and_then(Rule::target).map(str::to_owned);
     existing.add(FORWARD, jumps);
     let mut required = vec![(FORWARD, commented_rule(&[], JUMP_COMMENT, CNI_FORWARD))];
-    if isolates(addresses) {
+    let isolates = rules.ingress.bridge().is_some();
+    if isolates {
         required.push((FORWARD, commented_rule(&[], ISOLATION_COMMENT, STAGE_1)));
     }
-    required.extend(required_rules(addresses, admin_chain).into_iter().map(|(chain, words, _)| (chain, words)));
+    required.extend(required_rules(rules, addresses).into_iter().map(|(chain, words, _)| (chain, words)));
     for (chain, words) in required {
         if existing.find(chain, &words).is_empty() {
             missing.push(format!("iptables chain {chain} has no rule {}", words.join(" ")));
         }
     }
-    if isolates(addresses) && missing.is_empty() && first_target.as_deref() != Some(STAGE_1) {
+    if isolates && missing.is_empty() && first_target.as_deref() != Some(STAGE_1) {
         missing.push(format!("iptables chain {FORWARD} leads to {CNI_FORWARD} before {STAGE_1}: nothing is isolated"));
     }
     Ok(Checked { missing, accepts_any })
@@ -332,7 +319,10 @@ impl Removal<'_> {
     /// unrecorded ones, and the isolation rules, that no other record and no address in `staying`
     /// or `accepted_for_others` requires.
     fn add_to(&self, edit: &mut Edit, filter: &mut Chains<'_>) -> Result<()> {
-        let candidates = self.candidates(filter.family());
+        let family = filter.family();
+        let unrecorded = self.unrecorded_addresses.iter().copied().filter(|address| Family::of(*address) == family);
+        let candidates: BTreeSet<IpAddr> =
+            unrecorded.chain(self.records.iter().map(|record| record.owned.address)).collect();
         if candidates.is_empty() {
             return Ok(());
         }
@@ -354,16 +344,9 @@ impl Removal<'_> {
         Ok(())
     }
 
-    /// Returns the addresses of one family that may lose their accepting rules: those of the
-    /// records, and the unrecorded ones.
-    fn candidates(&self, family: Family) -> BTreeSet<IpAddr> {
-        let unrecorded = self.unrecorded_addresses.iter().copied().filter(|address| Family::of(*address) == family);
-        unrecorded.chain(self.records.iter().map(|record| record.owned.address)).collect()
-    }
-
-    /// Returns the accepting rules of the candidates, except those that an address with an owner
-    /// requires, and those that `accepted_for_others` keeps. `records` are all rules of [`OWNERS`]
-    /// for the candidates.
+    /// Returns the accepting rules of `candidates`, which are the addresses of the records and the
+    /// unrecorded ones, except those that an address with an owner requires, and those that
+    /// `accepted_for_others` keeps. `records` are all rules of [`OWNERS`] for the candidates.
     fn unneeded_rules(&self, candidates: &BTreeSet<IpAddr>, records: &[Rule]) -> BTreeSet<Vec<String>> {
         let rules_of = |address: &IpAddr| [&accept_rules(*address)[..], &[redirected_rule(*address)]].concat();
         let mut unneeded: BTreeSet<Vec<String>> = candidates.iter().flat_map(rules_of).collect();
