@@ -94,14 +94,19 @@ impl<'a> AttachmentFilter<'a> {
         AttachmentFilter::One { attachment, untagged }
     }
 
-    /// Prepares the selection for rules that name their owners in this form.
-    pub(crate) fn owners(&self, form: OwnerForm) -> SelectedOwners {
+    /// Returns a function that takes an attachment's name in this form, and returns whether the
+    /// attachment is selected.
+    pub(crate) fn selector(&self, form: OwnerForm) -> Box<dyn Fn(&str) -> bool> {
         match *self {
-            AttachmentFilter::One { attachment, .. } => SelectedOwners::One((form.name)(attachment)),
+            AttachmentFilter::One { attachment, .. } => {
+                let selected = (form.name)(attachment);
+                Box::new(move |name| name == selected)
+            }
             AttachmentFilter::Garbage { network, valid } => {
                 let attachments = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname));
-                let valid = attachments.map(|attachment| (form.name)(&attachment)).collect();
-                SelectedOwners::Garbage { prefixes: (form.prefixes)(network), valid }
+                let valid: BTreeSet<String> = attachments.map(|attachment| (form.name)(&attachment)).collect();
+                let prefixes = (form.prefixes)(network);
+                Box::new(move |name| prefixes.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name))
             }
         }
     }
@@ -120,32 +125,6 @@ pub(crate) struct OwnerForm {
 /// The form [`AttachmentId::alias`].
 pub(crate) const ALIAS: OwnerForm =
     OwnerForm { name: AttachmentId::alias, prefixes: |network| vec![AttachmentId::network_prefix(network)] };
-
-/// The owners that an [`AttachmentFilter`] selects, in one form.
-#[derive(Debug)]
-pub(crate) enum SelectedOwners {
-    /// The owner with this name.
-    One(String),
-    /// All owners of a network except the valid ones.
-    Garbage {
-        /// [`OwnerForm::prefixes`] of the network.
-        prefixes: Vec<String>,
-        /// The names of the valid owners.
-        valid: BTreeSet<String>,
-    },
-}
-
-impl SelectedOwners {
-    /// Whether the owner with this name is selected.
-    pub(crate) fn contains(&self, name: &str) -> bool {
-        match self {
-            SelectedOwners::One(selected) => selected == name,
-            SelectedOwners::Garbage { prefixes, valid } => {
-                prefixes.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name)
-            }
-        }
-    }
-}
 
 /// The type of the tag with an attachment's alias, in a rule of nf_tables.
 pub(crate) const TAG_ALIAS: u8 = 0x80;
@@ -217,9 +196,9 @@ mod tests {
     #[test]
     fn garbage_is_of_the_network_and_not_valid() {
         let valid = ValidAttachments::from_iter([("c1", "eth0")]);
-        let garbage = AttachmentFilter::Garbage { network: "net", valid: &valid }.owners(ALIAS);
+        let garbage = AttachmentFilter::Garbage { network: "net", valid: &valid }.selector(ALIAS);
         let one = AttachmentId::new("net", "c1", "eth0");
-        let only = AttachmentFilter::one(&one).owners(ALIAS);
+        let only = AttachmentFilter::one(&one).selector(ALIAS);
         for (name, is_one, is_garbage) in [
             ("cni:net/c1/eth0", true, false),
             ("cni:net/c1/eth1", false, true),
@@ -228,7 +207,7 @@ mod tests {
             ("cni:net2/c2/eth0", false, false),
             ("", false, false),
         ] {
-            assert_eq!((only.contains(name), garbage.contains(name)), (is_one, is_garbage), "{name}");
+            assert_eq!((only(name), garbage(name)), (is_one, is_garbage), "{name}");
         }
     }
 }

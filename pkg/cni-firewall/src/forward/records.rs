@@ -16,7 +16,7 @@ use super::{Written, egress};
 use crate::iptables::rule_in_words;
 use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
 use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, SearchFor, Table};
-use crate::owner::{AttachmentFilter, SelectedOwners};
+use crate::owner::AttachmentFilter;
 
 /// Returns the rule without a verdict that records the owner and the policy of an address. The
 /// address as the destination too means that redirected connections are accepted.
@@ -206,12 +206,14 @@ impl RecordChain {
 
     /// Adds the removal of the selected attachments' records to `batch`.
     pub(super) fn purge(&self, nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
-        let selected = filter.owners(owner::NAME);
-        let records = match &selected {
-            SelectedOwners::One(owner) => self.search(nft, Some(owner), std::iter::empty(), SearchFor::Compare)?,
-            SelectedOwners::Garbage { .. } => self.records(nft)?,
+        let is_selected = filter.selector(owner::NAME);
+        let records = match filter {
+            AttachmentFilter::One { attachment, .. } => {
+                self.search(nft, Some(&owner::name(attachment)), std::iter::empty(), SearchFor::Compare)?
+            }
+            AttachmentFilter::Garbage { .. } => self.records(nft)?,
         };
-        let removed = records.iter().filter(|record| selected.contains(&record.owned.owner));
+        let removed = records.iter().filter(|record| is_selected(&record.owned.owner));
         self.remove(nft, batch, &removed.collect::<Vec<&NftRecord>>(), &[])
     }
 

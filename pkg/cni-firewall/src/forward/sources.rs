@@ -35,13 +35,13 @@ pub struct Sources {
 /// # Errors
 /// If the records cannot be read.
 pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
-    let selected = selection.owners(owner::NAME);
+    let is_selected = selection.selector(owner::NAME);
     let mut sources = Sources::default();
     let mut nft = Nft::open()?;
     for record in find_records(&mut nft)?.records(&mut nft)? {
-        let is_own = selected.contains(&record.owned.owner);
-        let addresses = if is_own { &mut sources.own } else { &mut sources.others };
-        addresses.push(record.owned.address);
+        let owned = record.owned;
+        let addresses = if is_selected(&owned.owner) { &mut sources.own } else { &mut sources.others };
+        addresses.push(owned.address);
     }
     Ok(sources)
 }

@@ -352,8 +352,8 @@ pub(super) fn ensure(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Edit> 
 
 /// Returns the edit that removes the rules of the selected attachments.
 pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Result<Edit> {
-    let (mut edit, selected) = (Edit::new(), filter.owners(ALIAS));
-    let is_selected = |tag: &Tag<'_>| selected.contains(tag.alias);
+    let (mut edit, is_selected_owner) = (Edit::new(), filter.selector(ALIAS));
+    let is_selected = |tag: &Tag<'_>| is_selected_owner(tag.alias);
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
             let names = RuleNames::new(attachment);

@@ -180,10 +180,9 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
     let rules = match filter {
         AttachmentFilter::One { attachment, .. } => find(nft, attachment, SearchFor::Compare)?,
         AttachmentFilter::Garbage { network, .. } => {
-            let (selected, beginning) = (filter.owners(KEY), network_key(network));
+            let (is_selected, beginning) = (filter.selector(KEY), network_key(network));
             let mut rules = nft.rules_where(TABLE, CHECKS, |rule| mentions(rule, &beginning))?;
-            let is_selected = |comment: &String| selected.contains(key_of(comment));
-            rules.retain(|listed| listed.rule.comment.as_ref().is_some_and(is_selected));
+            rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| is_selected(key_of(comment))));
             rules
         }
     };

@@ -35,7 +35,7 @@ use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
 use super::{ForwardRules, Written};
 use crate::iptables::{Chains, Edit, Part, Rule, SearchFor, single_address};
 use crate::nft::RulePosition::{self, First, Last};
-use crate::owner::{AttachmentFilter, SelectedOwners, Untagged};
+use crate::owner::AttachmentFilter;
 
 mod shape;
 #[cfg(test)]
@@ -223,7 +223,7 @@ fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
 }
 
 /// Returns the edit that removes the rules of the selected attachments. The Go plugin writes rules
-/// without a record: those for the addresses of [`Untagged::Covering`] are also removed, unless
+/// without a record: those for the known addresses of the attachment are also removed, unless
 /// another attachment owns the address. The accepting rules for the addresses that
 /// `accepted_for_others` returns stay. For GC, the edit also puts the jumps from [`FORWARD`] in
 /// order.
@@ -232,21 +232,22 @@ pub(super) fn purge(
     selection: AttachmentFilter<'_>,
     accepted_for_others: &dyn Fn() -> Vec<IpAddr>,
 ) -> Result<Edit> {
-    let selected = selection.owners(owner::NAME);
-    let parts: Vec<Part<'_>> = match &selected {
-        SelectedOwners::One(owner) => vec![Part::Comment(owner)],
-        SelectedOwners::Garbage { prefixes, .. } => {
-            prefixes.iter().map(|prefix| Part::CommentBeginning(prefix)).collect()
+    let has_no_target = |rule: &Rule| rule.target().is_none();
+    let (found, unrecorded_addresses) = match selection {
+        AttachmentFilter::One { attachment, untagged } => {
+            let name = owner::name(attachment);
+            let found = filter.find_rules(OWNERS, &[Part::Comment(&name)], SearchFor::Compare, has_no_target)?;
+            (found, untagged.addresses())
+        }
+        AttachmentFilter::Garbage { network, .. } => {
+            let prefixes = (owner::NAME.prefixes)(network);
+            let parts: Vec<Part<'_>> = prefixes.iter().map(|prefix| Part::CommentBeginning(prefix)).collect();
+            (filter.scan_rules(OWNERS, &parts, has_no_target)?, &[][..])
         }
     };
-    let found = filter.find_rules(OWNERS, &parts, SearchFor::Compare, |rule| rule.target().is_none())?;
-    // The search by a prefix also finds names that contain it elsewhere.
-    let records = records_among(&found);
-    let records: Vec<_> = records.iter().filter(|record| selected.contains(&record.owned.owner)).collect();
-    let unrecorded_addresses = match selection {
-        AttachmentFilter::One { untagged: Untagged::Covering(addresses), .. } => addresses,
-        _ => &[],
-    };
+    // The searches also find some other names, for example those that contain a prefix elsewhere.
+    let (records, is_selected) = (records_among(&found), selection.selector(owner::NAME));
+    let records: Vec<_> = records.iter().filter(|record| is_selected(&record.owned.owner)).collect();
     let mut edit = Edit::new();
     let accepted_for_others = &*if records.is_empty() { Vec::new() } else { accepted_for_others() };
     let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others, ..Removal::default() };

@@ -51,12 +51,12 @@ pub(in super::super) fn purge(
             })
         }
         AttachmentFilter::Garbage { network, valid } => {
-            let selected = filter.owners(ALIAS);
+            let is_selected = filter.selector(ALIAS);
             let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
             let is_garbage_owner =
                 |(of, container_id): &JumpOwner<'_>| *of == network && !valid_containers.contains(container_id);
             let is_garbage = |group: &RuleGroup<'_>, owners: &[JumpOwner<'_>]| match group.alias() {
-                Some(alias) => selected.contains(alias),
+                Some(alias) => is_selected(alias),
                 None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
             };
             store.purge_in_iptables(filter, &[DNAT], |nat| plan_garbage(nat, is_garbage, claims))

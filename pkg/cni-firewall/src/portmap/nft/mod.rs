@@ -293,11 +293,11 @@ fn select_garbage(
     valid: &ValidAttachments,
     remarks: &mut BTreeSet<String>,
 ) -> Vec<ContainerRule> {
-    let (by_alias, by_hashes) = (filter.owners(ALIAS), filter.owners(HASHES));
+    let (by_alias, by_hashes) = (filter.selector(ALIAS), filter.selector(HASHES));
     // `None` for a rule that names no network.
     let is_garbage = |rule: &Rule| match OwnerTag::of(rule) {
-        OwnerTag::Alias(alias) => Some(by_alias.contains(&alias)),
-        OwnerTag::Hashes(hashes) => Some(by_hashes.contains(&hex(&hashes))),
+        OwnerTag::Alias(alias) => Some(by_alias(&alias)),
+        OwnerTag::Hashes(hashes) => Some(by_hashes(&hex(&hashes))),
         OwnerTag::Missing => None,
     };
     let container_and_address = |rule: &Rule| rule.comment.clone().zip(shape::container(rule));
