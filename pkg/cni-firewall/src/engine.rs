@@ -4,7 +4,6 @@
 //! rules in between, so a plan must depend only on what it reads.
 
 use std::cell::RefCell;
-use std::fmt;
 
 use cni::machine::{Machine, OnSigterm};
 use cni::rollback::Notes;
@@ -139,12 +138,6 @@ pub(crate) struct Store<'m> {
     /// The connections that have removed rules. Closing one waits for an RCU grace period.
     open_nft: RefCell<Vec<Nft>>,
     open_iptables: RefCell<Vec<Iptables<'m>>>,
-}
-
-impl fmt::Debug for Store<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store").field("table", &self.table).field("folders", &self.folders).finish_non_exhaustive()
-    }
 }
 
 impl<'m> Store<'m> {

@@ -97,7 +97,6 @@ pub struct Written {
 }
 
 /// Forwarding in one network namespace.
-#[derive(Debug)]
 pub struct Forward<'m> {
     store: Store<'m>,
 }

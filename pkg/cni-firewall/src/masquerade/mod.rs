@@ -35,7 +35,6 @@ pub const MAX_EXCLUDED: usize = 32;
 /// connections stay open until this value is dropped. Deleting a link also waits for a grace
 /// period. If [`purge`](Masquerade::purge) is called before a link is deleted, and this value is
 /// dropped afterwards, the two waits overlap.
-#[derive(Debug)]
 pub struct Masquerade<'m> {
     store: Store<'m>,
     /// Packets to these destinations keep their source.

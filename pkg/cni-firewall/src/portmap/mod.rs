@@ -38,7 +38,6 @@ pub use conflict::Policy;
 ///
 /// As with [`Masquerade`](crate::Masquerade), connections that have removed rules stay open until
 /// this value is dropped.
-#[derive(Debug)]
 pub struct PortMap<'m> {
     store: Store<'m>,
 }
