@@ -66,19 +66,15 @@ impl Id {
     }
 }
 
-/// Returns the ID in the comment of a rule.
-pub(super) fn id_in_comment(rule: &Rule) -> Option<Id> {
-    Some(Id(rule.comment.as_deref()?.strip_prefix(COMMENT_PREFIX)?.to_owned()))
-}
-
 /// Returns the IDs that a rule of PREROUTING names: in its comment, and in the chain that it leads
 /// to.
 pub(super) fn ids_of(rule: &Rule) -> impl Iterator<Item = Id> {
-    let target = match rule.exprs.last() {
+    let in_comment = rule.comment.as_deref().and_then(|comment| comment.strip_prefix(COMMENT_PREFIX));
+    let in_target = match rule.exprs.last() {
         Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) => target.strip_prefix(CHAIN_PREFIX),
         _ => None,
     };
-    id_in_comment(rule).into_iter().chain(target.map(|id| Id(id.to_owned())))
+    in_comment.into_iter().chain(in_target).map(|id| Id(id.to_owned()))
 }
 
 /// Returns the keys by which a rule of PREROUTING is searched.
