@@ -5,8 +5,8 @@ use cni::result::AddResult;
 use cni::rollback::Rollback;
 use cni::skel::Call;
 use cni::{Code, Error, Result};
-use cni_firewall::Backend;
 use cni_firewall::forward::{ForwardRules, Written, egress, list_dropping_chains};
+use cni_firewall::{AttachmentFilter, Backend};
 use cni_linux::sysctl;
 
 use crate::conf::{BackendChoice, Conf, Policy};
@@ -82,7 +82,10 @@ fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback
     let outcome = zone.add(&attachment, &addresses, &mut added);
     let replaced = added.replaced;
     if added.changed {
-        rollback.push("remove the sources", move || zone.undo(&attachment, &addresses, &added));
+        rollback.push("remove the sources", move || {
+            // On a kernel without nf_tables, the addresses are not recorded.
+            zone.purge(AttachmentFilter::one(&attachment), &addresses, &added.foreign).map(drop)
+        });
     }
     outcome?;
     Ok(replaced)

@@ -20,18 +20,19 @@ pub(crate) struct Zone<'m> {
     pub(crate) name: String,
 }
 
-/// What an ADD has done, for its undo. [`Zone::add`] fills it in, even on an error.
+/// What an ADD has done, for its undo by [`Zone::purge`]. [`Zone::add`] fills it in, even on an
+/// error.
 #[derive(Debug, Default)]
 pub(crate) struct AddedSources {
-    /// Whether addresses may have been added or recorded. If so, the caller owes an
-    /// [`undo`](Zone::undo) if its ADD fails.
+    /// Whether addresses may have been added or recorded. If so, the caller owes an undo if its ADD
+    /// fails.
     pub(crate) changed: bool,
     /// Whether the attachment, or one without a DEL that had one of the addresses, was recorded
     /// before.
     pub(crate) replaced: bool,
     /// The addresses that already were sources of a zone, without a record: the administrator, or
-    /// the Go plugin, has added them.
-    foreign: Vec<IpAddr>,
+    /// the Go plugin, has added them. The undo keeps them.
+    pub(crate) foreign: Vec<IpAddr>,
 }
 
 impl<'m> Zone<'m> {
@@ -86,22 +87,10 @@ impl<'m> Zone<'m> {
     }
 
     /// Removes from firewalld the recorded addresses of the selected attachments, and `addresses`,
-    /// which may be unrecorded sources of the Go plugin. Addresses that another attachment has
-    /// stay. Then removes the records of the selected attachments. Returns the unrecorded addresses
-    /// that were removed.
-    pub(crate) fn purge(&self, selection: AttachmentFilter<'_>, addresses: &[IpAddr]) -> Result<Vec<IpAddr>> {
-        self.purge_except(selection, addresses, &[])
-    }
-
-    /// Removes the attachment's sources and records for an ADD of `addresses` that fails. Sources
-    /// that another program had added before the ADD stay.
-    pub(crate) fn undo(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &AddedSources) -> Result<()> {
-        // On a kernel without nf_tables, the addresses are not recorded.
-        self.purge_except(AttachmentFilter::one(attachment), addresses, &added.foreign).map(drop)
-    }
-
-    /// Does [`purge`](Zone::purge), but leaves the `kept` addresses in firewalld.
-    fn purge_except(
+    /// which may be unrecorded sources of the Go plugin. Addresses that another attachment has, and
+    /// those in `kept`, stay. Then removes the records of the selected attachments. Returns the
+    /// unrecorded addresses that were removed.
+    pub(crate) fn purge(
         &self,
         selection: AttachmentFilter<'_>,
         addresses: &[IpAddr],

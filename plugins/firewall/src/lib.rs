@@ -95,7 +95,7 @@ impl Plugin for Firewall {
         let conf = CleanupConf::new(&call.conf);
         let attachment = call.attachment();
         let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
-        let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::one(&attachment), zone_addresses);
+        let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::one(&attachment), zone_addresses, &[]);
         // For one address, the Go plugin writes either a source or rules. So if its source was just
         // removed, any rules for the address are another attachment's, and stay. If `purge` failed,
         // which is reported below, each address may have rules.
@@ -111,7 +111,7 @@ impl Plugin for Firewall {
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let filter = AttachmentFilter::Garbage { network: call.conf.name(), valid };
         let zone = zone(call, &CleanupConf::new(&call.conf).zone);
-        let from_zone = zone.purge(filter, &[]);
+        let from_zone = zone.purge(filter, &[], &[]);
         let cached = OnceCell::new();
         let addresses_in_use = || cached.get_or_init(|| cached_addresses(call, valid)).clone();
         let from_rules = forward(call).purge(filter, &addresses_in_use).map_err(Error::from);
