@@ -16,7 +16,7 @@ mod firewalld;
 #[doc(hidden)]
 pub mod fuzzing;
 
-use std::cell::OnceCell;
+use std::cell::LazyCell;
 use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
@@ -112,9 +112,8 @@ impl Plugin for Firewall {
         let filter = AttachmentFilter::Garbage { network: call.conf.name(), valid };
         let zone = zone(call, &CleanupConf::new(&call.conf).zone);
         let from_zone = zone.purge(filter, &[], &[]);
-        let cached = OnceCell::new();
-        let addresses_in_use = || cached.get_or_init(|| cached_addresses(call, valid)).clone();
-        let from_rules = forward(call).purge(filter, &addresses_in_use).map_err(Error::from);
+        let addresses_in_use = LazyCell::new(|| cached_addresses(call, valid));
+        let from_rules = forward(call).purge(filter, &|| addresses_in_use.clone()).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
