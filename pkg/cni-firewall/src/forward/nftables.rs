@@ -73,6 +73,8 @@ const NAME_MAX: usize = 128;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EntryChain {
     family: Family,
+    /// The name; [`OWN_TABLE`] only for the plugins' own chain, because [`EntryChain::parse`]
+    /// refuses this name in every family.
     table: String,
     chain: String,
 }
@@ -105,11 +107,6 @@ impl EntryChain {
 
     fn table(&self) -> Table<'_> {
         Table { family: self.family, name: &self.table }
-    }
-
-    /// Whether the chain is in the plugins' own table, whose name `parse` refuses in every family.
-    fn is_in_own_table(&self) -> bool {
-        self.table == OWN_TABLE
     }
 
     /// Returns the [`FAMILY_SAMPLES`] of the families of which the chain's table sees packets.
@@ -254,7 +251,7 @@ fn add_shared_chains(
     addresses: &[OwnedAddress],
 ) -> Result<()> {
     let table = entry_chain.table();
-    if entry_chain.is_in_own_table() {
+    if entry_chain.table == OWN_TABLE {
         batch.ensure_table(table, Some(OWN_TABLE_COMMENT));
         if !nft.has_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK)? {
             batch.ensure_base_chain(table, OWN_CHAIN, OWN_CHAIN_HOOK);
@@ -299,14 +296,8 @@ fn has_forward_rules(nft: &mut Nft, entry_chain: &EntryChain, addresses: &[Owned
 fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     let rules =
         nft.rules_where(entry_chain.table(), &entry_chain.chain, |payload| nft::mentions(payload, CNI_FORWARD))?;
-    for listed in rules {
-        if let Some(Expr::Verdict(Verdict::Jump(target) | Verdict::Goto(target))) = listed.rule.exprs.last()
-            && target == CNI_FORWARD
-        {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    let verdicts = [jump(CNI_FORWARD), Expr::Verdict(Verdict::Goto(CNI_FORWARD.to_owned()))];
+    Ok(rules.iter().any(|listed| listed.rule.exprs.last().is_some_and(|last| verdicts.contains(last))))
 }
 
 /// Returns the chains of records in all tables, those of [`egress`] too: an earlier configuration
@@ -383,11 +374,10 @@ pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> 
             missing.push(format!("nft chain {table} {CNI_FORWARD} is missing or has other rules than it should"));
             continue;
         }
-        let is_hooked_in = match nft.find_chain(table, &entry_chain.chain)? {
-            // How the administrator's chain is reached is not checked.
-            Some(chain) => !entry_chain.is_in_own_table() || chain.base == Some(OWN_CHAIN_HOOK),
-            None => false,
-        };
+        // How the administrator's chain is reached is not checked.
+        let is_hooked_in = nft
+            .find_chain(table, &entry_chain.chain)?
+            .is_some_and(|chain| entry_chain.table != OWN_TABLE || chain.base == Some(OWN_CHAIN_HOOK));
         if !is_hooked_in || !leads_to_forward(nft, &entry_chain)? {
             missing.push(format!("nft chain {table} {} does not lead to {CNI_FORWARD}", entry_chain.chain));
         }
