@@ -50,22 +50,18 @@ impl Failure {
     pub(crate) fn has_firewalld_code(&self, code: &str) -> bool {
         matches!(self, Failure::Refused(text) if text.contains(code))
     }
+}
 
-    /// Returns the CNI error code for the failure.
-    fn code(&self) -> Code {
-        match self {
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Error {
+        let code = match &failure {
             // The bus's answer if firewalld does not run and cannot be started.
             Failure::Refused(text) if text.contains("not provided by any") => Code::TRY_AGAIN,
             failure if failure.has_firewalld_code("INVALID_ZONE") => Code::INVALID_CONFIG,
             Failure::Refused(_) => Code::KERNEL,
             Failure::NoBus(_) | Failure::Unreachable(_) => Code::TRY_AGAIN,
-        }
-    }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Error {
-        Error::new(failure.code(), failure.to_string())
+        };
+        Error::new(code, failure.to_string())
     }
 }
 
