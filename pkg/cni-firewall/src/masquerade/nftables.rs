@@ -81,19 +81,14 @@ pub(crate) fn key_of(comment: &str) -> &str {
     comment.get(..2 * HASH_DIGITS + 1).unwrap_or(comment)
 }
 
-/// Returns the key of a comment in the index of [`CHECKS`].
-fn index_key(comment: &str) -> Key {
-    Key::comment(key_of(comment))
-}
-
 /// Returns the rules of the attachment.
 fn find(nft: &mut Nft, attachment: &AttachmentId, purpose: SearchFor) -> Result<Vec<Listed>> {
     let Some(chain) = nft.find_chain(TABLE, CHECKS)? else { return Ok(Vec::new()) };
     let key = attachment_key(attachment);
     let search = Search {
-        keys_of: |listed| vec![index_key(listed.rule.comment.as_deref().unwrap_or_default())],
+        keys_of: |listed| vec![Key::comment(key_of(listed.rule.comment.as_deref().unwrap_or_default()))],
         appended: &[],
-        wanted: &[index_key(&key)],
+        wanted: &[Key::comment(&key)],
         purpose,
     };
     let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
