@@ -37,7 +37,7 @@ use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, jump, nfproto, not, oifname, saddr,
 };
-use crate::nft::{self, BaseChain, Batch, Family, Hook, Kind, Nft, Rule, SearchFor, Table};
+use crate::nft::{self, BaseChain, Batch, Family, Hook, Key, Kind, Nft, Rule, SearchFor, Table};
 use cni_linux::error::{Cause, Error, Result};
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
@@ -320,7 +320,7 @@ pub(crate) fn list_record_chains(nft: &mut Nft) -> Result<Vec<RecordChain>> {
 /// Whether a table records an address of the attachment `owner`.
 pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     for chain in list_record_chains(nft)?.iter().filter(|chain| chain.name == OWNERS) {
-        let records = chain.search(nft, Some(owner), std::iter::empty(), SearchFor::Compare)?;
+        let records = chain.search(nft, &[Key::comment(owner)], SearchFor::Compare)?;
         if records.iter().any(|record| record.owned.owner == owner) {
             return Ok(true);
         }

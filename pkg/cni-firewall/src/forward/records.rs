@@ -131,7 +131,7 @@ fn records_among(rules: &[Listed]) -> Vec<NftRecord> {
     rules.iter().filter_map(|listed| Some(Record { rule: listed.handle, owned: read_record_rule(listed)? })).collect()
 }
 
-/// How many addresses are searched for. For more, every record is read, because each record that is
+/// How many keys are searched for. For more, every record is read, because each record that is
 /// found by the chain's index is a request.
 const SEARCHED_MAX: usize = 16;
 
@@ -168,20 +168,14 @@ impl RecordChain {
         Ok(records_among(&nft.rules(self.table(), &chain.name)?))
     }
 
-    /// Returns the records of the attachment `owner` and those of the addresses. The result can
-    /// contain some other records too. Of a long chain only these are read, unless they are many.
-    pub(super) fn search(
-        &self,
-        nft: &mut Nft,
-        owner: Option<&str>,
-        addresses: impl ExactSizeIterator<Item = IpAddr>,
-        purpose: SearchFor,
-    ) -> Result<Vec<NftRecord>> {
-        let Some(chain) = self.chain.as_ref().filter(|_| addresses.len() <= SEARCHED_MAX) else {
+    /// Returns the records that have one of the `wanted` keys: of an owner's name as the comment,
+    /// or of an address. The result can contain some other records too. Of a long chain only these
+    /// are read, unless the keys are many.
+    pub(super) fn search(&self, nft: &mut Nft, wanted: &[Key], purpose: SearchFor) -> Result<Vec<NftRecord>> {
+        let Some(chain) = self.chain.as_ref().filter(|_| wanted.len() <= SEARCHED_MAX) else {
             return self.records(nft);
         };
-        let wanted: Vec<Key> = owner.map(Key::comment).into_iter().chain(addresses.map(Key::address)).collect();
-        let search = Search { keys_of: keys, appended: &[], wanted: &wanted, purpose };
+        let search = Search { keys_of: keys, appended: &[], wanted, purpose };
         let rules = nft.rules_with_keys(self.table(), chain, search)?;
         Ok(records_among(&rules))
     }
@@ -196,8 +190,9 @@ impl RecordChain {
         wanted: &Wanted<'_>,
         written: &mut Written,
     ) -> Result<()> {
-        let addresses = wanted.addresses.iter().map(|owned| owned.address);
-        let records = self.search(nft, Some(wanted.owner), addresses, SearchFor::Append)?;
+        let addresses = wanted.addresses.iter().map(|owned| Key::address(owned.address));
+        let keys: Vec<Key> = addresses.chain([Key::comment(wanted.owner)]).collect();
+        let records = self.search(nft, &keys, SearchFor::Append)?;
         let stale = wanted.stale_records(&records, &mut written.replaced)?;
         self.remove(nft, batch, &stale, wanted.in_table)?;
         written.changed |= self.add(nft, batch, &records, wanted.in_table)?;
@@ -209,7 +204,7 @@ impl RecordChain {
         let is_selected = filter.selector(owner::NAME);
         let records = match filter {
             AttachmentFilter::One { attachment, .. } => {
-                self.search(nft, Some(&owner::name(attachment)), std::iter::empty(), SearchFor::Compare)?
+                self.search(nft, &[Key::comment(&owner::name(attachment))], SearchFor::Compare)?
             }
             AttachmentFilter::Garbage { .. } => self.records(nft)?,
         };
@@ -236,7 +231,8 @@ impl RecordChain {
         // Only records of the same address require an element. Any other can require another
         // object.
         let others = if unneeded.iter().all(|object| matches!(object, Object::Element { .. })) {
-            self.search(nft, None, removed.iter().map(|record| record.owned.address), SearchFor::Compare)?
+            let keys: Vec<Key> = removed.iter().map(|record| Key::address(record.owned.address)).collect();
+            self.search(nft, &keys, SearchFor::Compare)?
         } else {
             self.records(nft)?
         };

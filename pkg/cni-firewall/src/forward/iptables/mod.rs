@@ -53,24 +53,17 @@ fn records_among(rules: &[Rule]) -> Vec<Record<Rule>> {
     rules.iter().filter_map(|rule| Some(Record { rule: rule.clone(), owned: read_record(rule)? })).collect()
 }
 
-/// How many addresses are searched for in a chain. For more, every rule is read, because the search
-/// compares each rule with each address.
+/// How many parts of rules are searched for in a chain. For more, every rule is read, because the
+/// search compares each rule with each part.
 const SEARCHED_MAX: usize = 16;
 
-/// Returns the rules of `chain` that have one of the addresses or the other part. The result can
-/// contain some other rules too.
-fn find_rules_of(
-    filter: &mut Chains<'_>,
-    chain: &str,
-    addresses: impl ExactSizeIterator<Item = IpAddr>,
-    other: Option<Part<'_>>,
-    purpose: SearchFor,
-) -> Result<Vec<Rule>> {
-    if addresses.len() > SEARCHED_MAX {
+/// Returns the rules of `chain` that have one of the parts. The result can contain some other rules
+/// too.
+fn find_rules(filter: &mut Chains<'_>, chain: &str, parts: &[Part<'_>], purpose: SearchFor) -> Result<Vec<Rule>> {
+    if parts.len() > SEARCHED_MAX {
         return Ok(filter.rules(chain)?.to_vec());
     }
-    let parts: Vec<Part<'_>> = addresses.map(Part::Address).chain(other).collect();
-    filter.find_rules(chain, &parts, purpose, |_| true)
+    filter.find_rules(chain, parts, purpose, |_| true)
 }
 
 /// Existing rules by chain and words, with all copies of each.
@@ -86,10 +79,10 @@ impl ExistingRules {
         purpose: SearchFor,
     ) -> Result<ExistingRules> {
         let mut existing = ExistingRules::default();
-        let ips = addresses.iter().map(|owned| owned.address);
         // One search finds the jump and the accepting rules, because the chain can be long.
-        let jump_to_admin = Part::Target(&rules.iptables_admin_chain);
-        existing.add(CNI_FORWARD, find_rules_of(filter, CNI_FORWARD, ips, Some(jump_to_admin), purpose)?);
+        let accepting = addresses.iter().map(|owned| Part::Address(owned.address));
+        let parts: Vec<Part<'_>> = accepting.chain([Part::Target(&rules.iptables_admin_chain)]).collect();
+        existing.add(CNI_FORWARD, find_rules(filter, CNI_FORWARD, &parts, purpose)?);
         for stage in stages(&rules.ingress) {
             existing.add(stage, filter.rules(stage)?.to_vec());
         }
@@ -152,9 +145,9 @@ pub(super) fn ensure(filter: &mut Chains<'_>, rules: &ForwardRules, written: &mu
     }
     order_jumps(filter, &mut edit, &[&[CNI_FORWARD], stages(&rules.ingress)].concat())?;
     let existing = ExistingRules::read(filter, rules, addresses, SearchFor::Append)?;
-    let ips = addresses.iter().map(|owned| owned.address);
-    let found = find_rules_of(filter, OWNERS, ips, Some(Part::Comment(owner)), SearchFor::Append)?;
-    let records = records_among(&found);
+    let of_addresses = addresses.iter().map(|owned| Part::Address(owned.address));
+    let parts: Vec<Part<'_>> = of_addresses.chain([Part::Comment(owner)]).collect();
+    let records = records_among(&find_rules(filter, OWNERS, &parts, SearchFor::Append)?);
     for (chain, words, position) in required_rules(rules, addresses) {
         let copies = existing.find(chain, &words);
         delete_duplicates(&mut edit, chain, copies);
@@ -327,9 +320,9 @@ impl Removal<'_> {
         if candidates.is_empty() {
             return Ok(());
         }
-        let mut rules_for_candidates =
-            |chain| find_rules_of(filter, chain, candidates.iter().copied(), None, SearchFor::Compare);
-        let (accepting, records) = (rules_for_candidates(CNI_FORWARD)?, rules_for_candidates(OWNERS)?);
+        let parts: Vec<Part<'_>> = candidates.iter().copied().map(Part::Address).collect();
+        let accepting = find_rules(filter, CNI_FORWARD, &parts, SearchFor::Compare)?;
+        let records = find_rules(filter, OWNERS, &parts, SearchFor::Compare)?;
         let unneeded = self.unneeded_rules(&candidates, &records);
         for rule in accepting.iter().filter(|rule| rule.whole && unneeded.contains(&rule.words)) {
             edit.delete(CNI_FORWARD, rule);
