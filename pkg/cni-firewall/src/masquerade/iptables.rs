@@ -352,19 +352,19 @@ pub(super) fn ensure(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Edit> 
 
 /// Returns the edit that removes the rules of the selected attachments.
 pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Result<Edit> {
-    let (mut edit, is_selected_owner) = (Edit::new(), filter.selector(ALIAS));
-    let is_selected = |tag: &Tag<'_>| is_selected_owner(tag.alias);
+    let (mut edit, is_selected) = (Edit::new(), filter.selector(ALIAS));
+    let is_garbage = |tag: &Tag<'_>| is_selected(tag.alias);
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
             let names = RuleNames::new(attachment);
             let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
-            rules.remove(&mut edit, &names.chain, is_selected, untagged, &[]);
+            rules.remove(&mut edit, &names.chain, is_garbage, untagged, &[]);
         }
         AttachmentFilter::Garbage { network, valid } => {
             let valid_chains: BTreeSet<String> = valid.iter().map(|(id, _)| chain_name(network, id)).collect();
             for (name, rules) in ContainerRules::read_all(nat, network)? {
                 let untagged = if valid_chains.contains(&name) { Untagged::Keep } else { Untagged::All };
-                rules.remove(&mut edit, &name, is_selected, untagged, &[]);
+                rules.remove(&mut edit, &name, is_garbage, untagged, &[]);
             }
         }
     }

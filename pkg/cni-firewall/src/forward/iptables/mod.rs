@@ -275,7 +275,7 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Che
         return Ok(Checked { missing, accepts_any });
     }
     let jumps = find_jumps(filter)?;
-    let first_target = jumps.first().and_then(Rule::target).map(str::to_owned);
+    let stage_is_first = jumps.first().and_then(Rule::target) == Some(STAGE_1);
     existing.add(FORWARD, jumps);
     let mut required = vec![(FORWARD, commented_rule(&[], JUMP_COMMENT, CNI_FORWARD))];
     let isolates = rules.ingress.bridge().is_some();
@@ -288,7 +288,7 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Che
             missing.push(format!("iptables chain {chain} has no rule {}", words.join(" ")));
         }
     }
-    if isolates && missing.is_empty() && first_target.as_deref() != Some(STAGE_1) {
+    if isolates && missing.is_empty() && !stage_is_first {
         missing.push(format!("iptables chain {FORWARD} leads to {CNI_FORWARD} before {STAGE_1}: nothing is isolated"));
     }
     Ok(Checked { missing, accepts_any })
