@@ -6,7 +6,6 @@
 use std::future::Future;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use cni::machine::{Machine, OnSigterm};
@@ -97,7 +96,11 @@ fn wait<T>(
         return Err(interrupted());
     }
     runtime.block_on(async {
-        let sigterm = register(term_descriptor()?)?;
+        #[expect(
+            deprecated,
+            reason = "the function that replaces it is unsafe; the descriptor is not closed or replaced meanwhile"
+        )]
+        let sigterm = AsyncFd::with_interest(term_descriptor()?, Interest::READABLE)?;
         tokio::select! {
             result = task => Ok(result),
             _ = sigterm.readable(), if on_sigterm == OnSigterm::Kill => Err(interrupted()),
@@ -107,15 +110,6 @@ fn wait<T>(
             }
         }
     })
-}
-
-/// Registers a descriptor with tokio's reactor, so that a task can wait until it is readable.
-#[expect(
-    deprecated,
-    reason = "the function that replaces it is unsafe; no descriptor here is closed or replaced while it is registered"
-)]
-fn register<T: AsRawFd>(fd: T) -> io::Result<AsyncFd<T>> {
-    AsyncFd::with_interest(fd, Interest::READABLE)
 }
 
 /// Converts a zbus error, and keeps the kind of an I/O error in it.
