@@ -34,7 +34,6 @@ pub mod sources;
 
 pub use egress::{Egress, EgressDefault};
 pub use iptables::ADMIN;
-use iptables::Checked;
 pub use nftables::{EntryChain, list_dropping_chains};
 pub use owner::Ingress;
 use owner::OwnedAddress;
@@ -173,9 +172,9 @@ impl<'m> Forward<'m> {
         let mut iptables = self.store.open(OnSigterm::Kill)?;
         let (mut missing_in_iptables, mut is_in_iptables) = (Vec::new(), false);
         for family in rules.families() {
-            let checked = check_in_iptables(&mut iptables, rules, family)?;
-            missing_in_iptables.extend(checked.missing);
-            is_in_iptables |= checked.accepts_any;
+            let (missing, accepts_any) = check_in_iptables(&mut iptables, rules, family)?;
+            missing_in_iptables.extend(missing);
+            is_in_iptables |= accepts_any;
         }
         let checked_backend = match (is_in_nftables, is_in_iptables) {
             (true, false) => Backend::Nftables,
@@ -203,20 +202,19 @@ impl<'m> Forward<'m> {
 
 /// Checks the rules of one family in the variants of iptables, the host's own first. Returns the
 /// result of the first variant that accepts an address; if no variant does, that of the first one.
-fn check_in_iptables(iptables: &mut Iptables<'_>, rules: &ForwardRules, family: Family) -> Result<Checked> {
+/// The result is that of [`iptables::check`].
+fn check_in_iptables(iptables: &mut Iptables<'_>, rules: &ForwardRules, family: Family) -> Result<(Vec<String>, bool)> {
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
     let mut variants = iptables.variants_to_search(family, &[iptables::CNI_FORWARD])?;
     variants.sort_by_key(|variant| *variant != host_variant);
-    let mut first = None;
+    let mut missing_in_first = None;
     for variant in variants {
-        let checked = iptables::check(&mut iptables.read(family, variant)?, rules)?;
-        if checked.accepts_any {
-            return Ok(checked);
+        let (missing, accepts_any) = iptables::check(&mut iptables.read(family, variant)?, rules)?;
+        if accepts_any {
+            return Ok((missing, true));
         }
-        first.get_or_insert(checked);
+        missing_in_first.get_or_insert(missing);
     }
-    Ok(first.unwrap_or_else(|| Checked {
-        missing: vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)],
-        accepts_any: false,
-    }))
+    let no_chain = || vec![format!("iptables chain {} is missing from table filter", iptables::CNI_FORWARD)];
+    Ok((missing_in_first.unwrap_or_else(no_chain), false))
 }

@@ -251,17 +251,10 @@ pub(super) fn purge(
     Ok(edit)
 }
 
-/// The result of a CHECK of one family, in one variant.
-pub(super) struct Checked {
-    /// A sentence for each chain or rule that is missing or in the wrong order.
-    pub(super) missing: Vec<String>,
-    /// Whether a rule accepts packets of one of the addresses.
-    pub(super) accepts_any: bool,
-}
-
-/// Checks the rules for the addresses of `rules`, in the family of `filter`. Records are not
-/// checked, because Go does not write them.
-pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Checked> {
+/// Checks the rules for the addresses of `rules`, in the family of `filter`. Returns a sentence for
+/// each chain or rule that is missing or in the wrong order, and whether a rule accepts packets of
+/// one of the addresses. Records are not checked, because Go does not write them.
+pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<(Vec<String>, bool)> {
     let (addresses, mut missing) = (&rules.of_family(filter.family()), Vec::new());
     for chain in required_chains(rules) {
         if !filter.has_chain(chain)? {
@@ -272,7 +265,7 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Che
     let mut accepting = addresses.iter().flat_map(|owned| accept_rules(owned.address));
     let accepts_any = accepting.any(|words| !existing.find(CNI_FORWARD, &words).is_empty());
     if !missing.is_empty() {
-        return Ok(Checked { missing, accepts_any });
+        return Ok((missing, accepts_any));
     }
     let jumps = find_jumps(filter)?;
     let stage_is_first = jumps.first().and_then(Rule::target) == Some(STAGE_1);
@@ -291,7 +284,7 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<Che
     if isolates && missing.is_empty() && !stage_is_first {
         missing.push(format!("iptables chain {FORWARD} leads to {CNI_FORWARD} before {STAGE_1}: nothing is isolated"));
     }
-    Ok(Checked { missing, accepts_any })
+    Ok((missing, accepts_any))
 }
 
 /// The records and addresses whose rules are removed.
