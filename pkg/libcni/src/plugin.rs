@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use super::list::PluginConf;
 use super::{Attachment, Runtime};
 use cni::delegate::{find_plugin, interpret};
-use cni::machine::{Child, OnSigterm, Output};
+use cni::machine::{Child, OnSigterm};
 use cni::skel::Verb;
 use cni::{Error, Result};
 
@@ -29,10 +29,8 @@ impl Runtime<'_> {
             on_sigterm: if verb == Verb::Del { OnSigterm::Finish } else { OnSigterm::Kill },
         };
         let output = self.machine.run(&child);
-        let stderr = match &output {
-            Ok(Output { stderr, .. }) => String::from_utf8_lossy(stderr).trim_end().to_owned(),
-            Err(_) => String::new(),
-        };
+        let stderr = output.as_ref().map(|output| String::from_utf8_lossy(&output.stderr).trim_end().to_owned());
+        let stderr = stderr.unwrap_or_default();
         let outcome = interpret(&program, verb, output).map_err(Error::from);
         // The error about a plugin that ended without an answer quotes its stderr.
         let is_quoted = outcome.as_ref().is_err_and(|error| error.msg().contains(&format!("{stderr:?}")));
