@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::members::{Members, elements};
+use super::members::Members;
 use cni::json::Json;
 use cni::version::{Version, parse_triple};
 use cni::{Code, Error, Result};
@@ -226,7 +226,8 @@ impl PluginConf {
 /// - Code 7 if `plugins` is not an array or is empty.
 /// - The error of the first invalid plugin, with its index.
 fn parse_plugins(array: &RawValue) -> Result<Vec<PluginConf>> {
-    let objects = elements(array).map_err(|_| Error::config("'plugins' is not a list"))?;
+    let objects: Vec<&RawValue> =
+        serde_json::from_str(array.get()).map_err(|_| Error::config("'plugins' is not a list"))?;
     if objects.is_empty() {
         return Err(Error::config("no plugins in list"));
     }

@@ -93,14 +93,6 @@ impl Members {
     }
 }
 
-/// Returns the elements of an array, each verbatim.
-///
-/// # Errors
-/// Code 6 if it is not an array.
-pub(super) fn elements(array: &RawValue) -> Result<Vec<Box<RawValue>>> {
-    serde_json::from_str(array.get()).map_err(|error| Error::new(Code::DECODE, error.to_string()))
-}
-
 /// Removes the white space between the tokens of a valid JSON text.
 pub(super) fn compact(json: &str) -> String {
     let mut compacted = String::with_capacity(json.len());
