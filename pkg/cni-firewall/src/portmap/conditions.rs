@@ -13,7 +13,9 @@
 //! ```
 //! A string of the list can have several tokens: Go joins the strings with blanks.
 
+use std::iter::Peekable;
 use std::net::IpAddr;
+use std::vec::IntoIter;
 
 use super::super::nft::expr::{self, Base, CmpOp, Expr, MetaKey, Reg};
 use super::Protocol;
@@ -34,9 +36,9 @@ pub fn syntax_of(conditions: &[String]) -> Option<Backend> {
 /// `nft` may still understand it.
 pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, String> {
     let tokens: Vec<&str> = conditions.iter().flat_map(|condition| condition.split_whitespace()).collect();
-    let mut reader = Reader { tokens: &tokens };
+    let mut reader = Reader { tokens: tokens.into_iter().peekable() };
     let mut exprs = Vec::new();
-    while !reader.tokens.is_empty() {
+    while reader.tokens.peek().is_some() {
         exprs.extend(reader.condition(family)?);
     }
     Ok(exprs)
@@ -45,24 +47,18 @@ pub fn compile(conditions: &[String], family: Family) -> Result<Vec<Expr>, Strin
 /// Reads conditions token by token.
 struct Reader<'w> {
     /// The tokens that have not been read.
-    tokens: &'w [&'w str],
+    tokens: Peekable<IntoIter<&'w str>>,
 }
 
 impl<'w> Reader<'w> {
     /// Returns the next token; an empty one at the end.
     fn next(&mut self) -> &'w str {
-        let Some((token, rest)) = self.tokens.split_first() else { return "" };
-        self.tokens = rest;
-        token
+        self.tokens.next().unwrap_or_default()
     }
 
     /// Skips the next token if it is one of these. Returns whether it was.
     fn skip_any(&mut self, tokens: &[&str]) -> bool {
-        let is_one = self.tokens.first().is_some_and(|token| tokens.contains(token));
-        if is_one {
-            self.next();
-        }
-        is_one
+        self.tokens.next_if(|token| tokens.contains(token)).is_some()
     }
 
     /// Takes the next token and returns what `parse` makes of it. Fails with the token if `parse`
