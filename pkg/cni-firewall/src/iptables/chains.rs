@@ -29,7 +29,7 @@ pub struct Chains<'a> {
     pub(super) makes_indexes: bool,
 }
 
-/// What a rule contains.
+/// A part of a rule by which rules are searched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Part<'a> {
     /// The chain or target that the rule leads to.
@@ -51,7 +51,8 @@ impl Part<'_> {
         }
     }
 
-    /// Returns the key of a rule with this part; `None` if no index has it.
+    /// Returns the key by which an index finds the rules with this part; `None` for the beginning
+    /// of a comment, because a key is the hash of a whole comment.
     fn key(self) -> Option<Key> {
         match self {
             Part::Target(target) => Some(Key::target(target)),
@@ -63,12 +64,14 @@ impl Part<'_> {
 }
 
 /// Returns the function that gives the keys of a rule of this family: those of its target, its
-/// comment and its addresses.
+/// comment and its addresses. There is one function for each family, because `Search::keys_of` is a
+/// plain function, which cannot capture the family.
 pub(super) fn keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
     fn keys(family: Family, listed: &Listed) -> Vec<Key> {
         let rule = compat::rule_in_words(family, listed);
         let addresses = ["-s", "-d"].into_iter().filter_map(|option| single_address(&rule, option));
-        // Every rule has a key, because a search returns all rules without one.
+        // A rule without a target gets the key of an empty name: every search would return a rule
+        // without keys.
         let target = Key::target(rule.target().unwrap_or_default());
         std::iter::once(target).chain(rule.comment().map(Key::comment)).chain(addresses.map(Key::address)).collect()
     }
@@ -88,9 +91,9 @@ pub(crate) fn single_address(rule: &Rule, option: &str) -> Option<IpAddr> {
 /// What a search in the chain that jumps to the chains of containers looks for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JumpSearch<'a> {
-    /// The ports.
+    /// The host ports: rules that match one of them are found.
     pub(crate) ports: &'a [u16],
-    /// The chain that is jumped to.
+    /// The chain of a container: rules that jump to this chain are found too.
     pub(crate) target: &'a str,
     /// The address that the caller's own rules lead to; `None` for a caller that adds no rules.
     pub(crate) address: Option<IpAddr>,
@@ -166,9 +169,13 @@ impl<'a> Chains<'a> {
     }
 
     /// Returns the chain's rules, in order, that have one of the parts and for which `is_wanted` is
-    /// true. Of a long chain over netlink, reads only the rules that the chain's index has for a
-    /// part. [`scan_rules`](Chains::scan_rules) is for a chain at whose beginning rules are
-    /// inserted, which cannot keep an index.
+    /// true. Only `is_wanted` is exact: the result can contain rules without any of the parts,
+    /// because only bytes or hashes are compared, and a chain that has already been read is not
+    /// searched for parts.
+    ///
+    /// Of a long chain over netlink, reads only the rules that the chain's index has for a part.
+    /// [`scan_rules`](Chains::scan_rules) is for a chain at whose beginning rules are inserted,
+    /// which cannot keep an index.
     pub(crate) fn find_rules(
         &mut self,
         name: &str,
@@ -183,9 +190,10 @@ impl<'a> Chains<'a> {
             && let Some(nft) = &mut self.nft
         {
             let search = Search { keys_of: keys_in(self.family), appended: &[], wanted, purpose };
-            let found = match self.makes_indexes {
-                true => Some(nft.rules_with_keys(self.table, &chain, search)?),
-                false => nft.rules_by_index(self.table, &chain, search)?,
+            let found = if self.makes_indexes {
+                Some(nft.rules_with_keys(self.table, &chain, search)?)
+            } else {
+                nft.rules_by_index(self.table, &chain, search)?
             };
             if let Some(found) = found {
                 return Ok(in_words(self.family, &found).into_iter().filter(is_wanted).collect());
@@ -195,7 +203,8 @@ impl<'a> Chains<'a> {
     }
 
     /// Does [`find_rules`](Chains::find_rules) without an index. Over netlink, decodes only the
-    /// rules that contain the bytes of a part.
+    /// rules that contain the bytes of a part. In a chain that has already been read, only
+    /// `is_wanted` decides.
     pub(crate) fn scan_rules(
         &mut self,
         name: &str,
@@ -215,8 +224,8 @@ impl<'a> Chains<'a> {
 
     /// Returns the chain's rules, in order, that have one of the ports or jump to the chain
     /// `target`. The result can contain some other rules too: over netlink the rules are searched
-    /// as bytes, and a chain that has already been read is returned whole. An index in the result
-    /// is not a position in the chain.
+    /// as bytes, and a chain that has already been read is returned whole. The nth rule of the
+    /// result is therefore not the nth rule of the chain.
     ///
     /// The rules of a long chain are found by its index.
     pub(crate) fn find_jumps(&mut self, name: &str, search: JumpSearch<'_>) -> Result<Vec<Rule>> {
@@ -228,8 +237,8 @@ impl<'a> Chains<'a> {
             let wanted: Vec<Key> = ports.iter().map(|port| Key::port(*port)).chain([Key::target(target)]).collect();
             let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
             let purpose = if address.is_some() { SearchFor::Append } else { SearchFor::Compare };
-            let search = Search { keys_of, appended: &appended, wanted: &wanted, purpose };
-            if let Some(found) = self.find_indexed(&chain, search)? {
+            let index_search = Search { keys_of, appended: &appended, wanted: &wanted, purpose };
+            if let Some(found) = self.find_indexed(&chain, index_search)? {
                 return Ok(in_words(self.family, &found));
             }
         }
@@ -243,10 +252,12 @@ impl<'a> Chains<'a> {
         Ok(in_words(self.family, &found))
     }
 
-    /// Does [`find_jumps`](Chains::find_jumps) in a long chain by its index. If the chain has no
-    /// index, makes one from a list of the whole table: the rules of the chain and, because a
-    /// search can be by the address that a rule leads to, those of the chains that they jump to.
-    /// Returns `None` instead if no transaction would write the index.
+    /// Does [`find_jumps`](Chains::find_jumps) in a long chain by its index; `None` if the chain
+    /// has no usable index and `makes_indexes` is false.
+    ///
+    /// A missing index is made from a list of the whole table, not only of this chain: the keys of
+    /// a jump include the addresses to which the rules of its target chain lead, so that
+    /// [`list_chains_for_address`](Chains::list_chains_for_address) can search by address.
     fn find_indexed(&mut self, chain: &nft::Chain, search: Search<'_>) -> Result<Option<Vec<Listed>>> {
         let Some(nft) = &mut self.nft else { return Ok(None) };
         let (table, family) = (self.table, self.family);
@@ -258,19 +269,21 @@ impl<'a> Chains<'a> {
         }
         let what = format!("failed to list nft table {table}");
         let rules = nft.read_at_once(&what, Retries::Many, |nft| nft.rules_of_table(table, |_, _| true))?;
-        let mut addresses: BTreeMap<&str, Vec<Key>> = BTreeMap::new();
+        // By the name of a chain: the keys of the addresses to which its rules lead.
+        let mut address_keys: BTreeMap<&str, Vec<Key>> = BTreeMap::new();
         for (name, listed) in &rules {
             let address = destination(&compat::rule_in_words(family, listed));
-            addresses.entry(name).or_default().extend(address.map(Key::address));
+            address_keys.entry(name).or_default().extend(address.map(Key::address));
         }
         let jumps: Vec<&Listed> =
             rules.iter().filter(|(name, _)| *name == chain.name).map(|(_, listed)| listed).collect();
         let entries = jumps.iter().map(|listed| {
             let mut keys = (search.keys_of)(listed);
+            // A rule without keys stays without: every search must return it.
             if !keys.is_empty()
                 && let Some(target) = compat::rule_in_words(family, listed).target()
             {
-                keys.extend(addresses.get(target).into_iter().flatten());
+                keys.extend(address_keys.get(target).into_iter().flatten());
             }
             (listed.handle, keys)
         });
@@ -279,14 +292,14 @@ impl<'a> Chains<'a> {
     }
 
     /// Returns the chains whose names begin with `prefix` and that have a rule with this address.
-    /// The result can contain some other chains too, because only text or bytes are compared. If
-    /// `find_jumps` has used the index of the chain `jumps`, returns only the
-    /// chains that this chain jumps to.
+    /// The result can contain some other chains too, because only text, bytes or hashes are
+    /// compared. If `find_jumps` has used the index of the chain `from`, returns only chains that
+    /// `from` jumps to.
     ///
     /// # Errors
     /// If the chains cannot be read, or if other processes keep changing rules: the reading is
     /// repeated only a few times.
-    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr, jumps: &str) -> Result<BTreeSet<String>> {
+    pub fn list_chains_for_address(&mut self, prefix: &str, address: IpAddr, from: &str) -> Result<BTreeSet<String>> {
         let Some(nft) = &mut self.nft else {
             // All chains of iptables-legacy have been read.
             let text = address.to_string();
@@ -295,23 +308,25 @@ impl<'a> Chains<'a> {
             let found = self.read_chains.iter().filter(|(_, chain)| chain.as_ref().is_some_and(has_address));
             return Ok(found.map(|(name, _)| name).filter(|name| name.starts_with(prefix)).cloned().collect());
         };
-        if let Some(Some(chain)) = self.found_chains.get(jumps)
+        // `false`: an index that lacks the address is trusted. Most ADDs are for a new address, and
+        // would otherwise read the whole table.
+        if let Some(Some(chain)) = self.found_chains.get(from)
             && let Some(found) = nft.rules_by_used_index(self.table, chain, &[Key::address(address)], false)?
         {
-            let found = in_words(self.family, &found);
-            let targets = found.iter().filter_map(Rule::target).filter(|target| target.starts_with(prefix));
+            let jumps = in_words(self.family, &found);
+            let targets = jumps.iter().filter_map(Rule::target).filter(|target| target.starts_with(prefix));
             return Ok(targets.map(str::to_owned).collect());
         }
-        let octets = octets(address);
-        let has_address =
-            |chain: &[u8], rule: &[u8]| chain.starts_with(prefix.as_bytes()) && nft::mentions(rule, &octets);
+        let bytes = octets(address);
+        let matches = |chain: &[u8], rule: &[u8]| chain.starts_with(prefix.as_bytes()) && nft::mentions(rule, &bytes);
         let what = format!("failed to list nft table {}", self.table);
-        let found = nft.read_at_once(&what, Retries::Few, |nft| nft.rules_of_table(self.table, has_address))?;
+        let found = nft.read_at_once(&what, Retries::Few, |nft| nft.rules_of_table(self.table, matches))?;
         Ok(found.into_iter().map(|(chain, _)| chain).collect())
     }
 
     /// Reads all chains for whose name `is_wanted` is true, with one list of the chains and one of
-    /// the rules, and returns their names.
+    /// the rules, and returns the names of the chains. The chains of iptables-legacy have already
+    /// been read.
     pub fn read_chains_where(&mut self, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<String>> {
         let Some(nft) = &mut self.nft else {
             return Ok(self.read_chains.keys().filter(|name| is_wanted(name)).cloned().collect());
@@ -332,7 +347,8 @@ impl<'a> Chains<'a> {
         };
         let what = format!("failed to list the chains of nft table {table}");
         let read_chains = match nft.read_at_once(&what, Retries::Few, read) {
-            // Other processes keep changing rules: each list is read until it is consistent.
+            // `read_at_once` fails without an errno if other processes keep changing rules. Then
+            // the two lists can be of different instants, but each is consistent.
             Err(error) if error.errno().is_none() => read(nft)?,
             result => result?,
         };
@@ -341,7 +357,8 @@ impl<'a> Chains<'a> {
         Ok(names)
     }
 
-    /// Returns the chain's rules that jump to a chain, by the name of that chain.
+    /// Returns the chain's rules that have a target, by the name of the target: a chain or, for
+    /// example, `RETURN`.
     pub fn rules_by_target(&mut self, name: &str) -> Result<BTreeMap<String, Vec<Rule>>> {
         let mut by_target: BTreeMap<String, Vec<Rule>> = BTreeMap::new();
         for rule in self.rules(name)? {

@@ -51,14 +51,13 @@ const REPORTS_MAX: usize = 64;
 /// The size of a file above which it is not read: that of a million rules.
 const FILE_MAX: u64 = 64 << 20;
 
-/// What a search in a chain is for.
+/// What a search does if the chain's index lacks a wanted key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SearchFor {
-    /// The caller appends the rules that are not found. The kernel then reports whether the index
-    /// of the chain had all rules.
+    /// Trusts the index. For a caller that then appends the missing rule: the kernel reports with
+    /// the transaction whether the index had all rules.
     Append,
-    /// The caller appends nothing, but compares or deletes what is found. So all rules are read if
-    /// the index lacks a wanted key.
+    /// Reads all rules of the chain. For all other callers, for example those that delete rules.
     Compare,
 }
 
