@@ -19,7 +19,7 @@ const ATTEMPTS: usize = 8;
 /// How the additions of an edit are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
-    /// Over netlink if [`additions`] can express them, else by `iptables-restore`. Only for
+    /// Over netlink if [`encode_additions`] can express them, else by `iptables-restore`. Only for
     /// iptables-nft.
     Netlink,
     /// By `iptables-restore`.
@@ -51,7 +51,7 @@ impl Iptables<'_> {
     ///
     /// # Errors
     /// - The lock, `plan` or reading fails, or an edit has a word that cannot be quoted.
-    /// - Applying an edit reaches a deadline.
+    /// - Applying an edit reaches a deadline or is ended by SIGTERM.
     /// - Applying an edit fails in the last of [`ATTEMPTS`] attempts, or in an earlier one if the
     ///   next would be the same and the error does not [report a concurrent
     ///   change](is_concurrent_change).
@@ -127,7 +127,8 @@ impl Iptables<'_> {
         self.change(family, Variant::Nft, plan)
     }
 
-    /// Calls `plan` with the table of each family.
+    /// Calls `plan` with the table of each family and returns the edits. `plan` can make missing
+    /// indexes, because the transaction of the edit writes them.
     fn plan_edits(
         &mut self,
         families: &[(Family, Variant)],
@@ -177,7 +178,7 @@ impl Iptables<'_> {
             return self.programs.restore(&program, text);
         }
         let over_netlink = match writer {
-            Writer::Netlink => additions(&mut self.nft, self.table, family, edit)?,
+            Writer::Netlink => encode_additions(&mut self.nft, self.table, family, edit)?,
             Writer::Program => None,
         };
         if over_netlink.is_none() && edit.has_additions() {
@@ -234,8 +235,8 @@ pub(super) fn can_write_rules(nft: &mut Nft, table: Table, family: Family) -> Re
         return Ok(false);
     }
     let masquerade = if family == Family::V4 { extensions::MASQUERADE_V4 } else { extensions::MASQUERADE_V6 };
-    let family = table.in_nf_tables(family).family;
-    let mut kernel_has = |known: KnownExtension| nft.has_extension(family, known.kind, known.name, known.revision);
+    let nft_family = table.in_nf_tables(family).family;
+    let mut kernel_has = |known: KnownExtension| nft.has_extension(nft_family, known.kind, known.name, known.revision);
     Ok(kernel_has(extensions::COMMENT)? && (table != Table::Nat || kernel_has(masquerade)?))
 }
 
@@ -243,7 +244,7 @@ pub(super) fn can_write_rules(nft: &mut Nft, table: Table, family: Family) -> Re
 /// table and the base chains to which the rules are added. `None` if `iptables-restore` has to do
 /// that: in a 32-bit process, for words that [`encode`] does not know, and if a base chain is
 /// missing in a table that was made with `nft`.
-fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
+fn encode_additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result<Option<Batch>> {
     if cfg!(target_pointer_width = "32") {
         return Ok(None);
     }
@@ -256,7 +257,8 @@ fn additions(nft: &mut Nft, table: Table, family: Family, edit: &Edit) -> Result
             continue;
         }
         // A base chain that exists must not be in the transaction: closing the socket would then
-        // wait for an RCU grace period.
+        // wait for an RCU grace period. The chain's index, if there is one, is loaded so
+        // that the commit updates the index.
         match nft.find_chain(nft_table, name)? {
             Some(chain) => nft.keep_index(nft_table, &chain, keys_in(family))?,
             None => missing.push((name, *base)),

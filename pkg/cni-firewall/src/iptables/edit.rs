@@ -119,9 +119,10 @@ impl Edit {
         Edit { chains: self.chains.clone(), rules: self.rules.clone(), ..Edit::new() }
     }
 
-    /// Returns all changes as the input of `iptables-restore`: additions, then removals. Only the
-    /// old copies are removed before the additions, because `-D` removes the first rule with the
-    /// given words, which would be the new copy. Fails for a word that cannot be quoted.
+    /// Returns all changes as the input of `iptables-restore`: the removal of old copies, the
+    /// additions, the other removals. The old copies come first because `-D` removes the first rule
+    /// with the given words, which would then be the new copy. Fails for a word that cannot be
+    /// quoted and for a rule that is longer than a line can be.
     pub(crate) fn restore_text(&self, table: Table) -> Result<String> {
         let mut text = format!("*{}\n", table.name());
         for (chain, rule) in &self.old_copies {
@@ -239,7 +240,7 @@ fn is_match_or_value(word: &str) -> bool {
     let Some(short_option) = word.strip_prefix('-') else { return true };
     if short_option.starts_with(|char: char| char.is_ascii_digit()) {
         // A negative number is a value. But `-4` and `-6` make iptables skip the line in the other
-        // family.
+        // family, and getopt reads `-42` as `-4` and `-2`.
         return !short_option.starts_with(['4', '6']);
     }
     // `-f` has no value, so letters after it would be another option: `-fjACCEPT`.

@@ -54,7 +54,9 @@ impl NetnsLock {
     ///
     /// # Errors
     /// [`Error::is_deadline`] after `limit`, [`Error::is_terminated`] if `on_sigterm` lets SIGTERM
-    /// end the wait. Both name the process that holds the lock, if it is known.
+    /// end the wait. Both name the process that holds the lock, if it is known. If other processes
+    /// keep removing the lock file, the deadline error reports that instead. Any other error means
+    /// that the namespace's file cannot be opened or that a file cannot be locked.
     pub fn acquire(machine: &dyn Machine, on_sigterm: OnSigterm, folder: &Path, limit: Duration) -> Result<NetnsLock> {
         let deadline = machine.now() + limit;
         let lock = |file: File, display_name: &str| {
@@ -134,7 +136,7 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     let mut attempt = 1;
     let file = loop {
         DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
-        match open_in_private(folder, name) {
+        match open_in_private_folder(folder, name) {
             // Another process removed the folder after `create`: try again.
             Err(error) if error.kind() == io::ErrorKind::NotFound && attempt < FOLDER_ATTEMPTS => attempt += 1,
             result => break result?,
@@ -148,15 +150,15 @@ fn open(folder: &Path, name: &str) -> Result<File, Cause> {
     Ok(file)
 }
 
-/// Opens the file `name` in `folder`, and creates it if necessary. Fails if another user could
-/// replace files of the folder.
-fn open_in_private(folder: &Path, name: &str) -> io::Result<File> {
+/// Opens the file `name` in `folder`, and creates the file if necessary. Fails if the file or the
+/// folder is a symbolic link, or if another user could replace files of the folder.
+fn open_in_private_folder(folder: &Path, name: &str) -> io::Result<File> {
     let folder_flags = (OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW).bits();
-    let folder = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder)?;
-    require_private(&folder.metadata()?, "its folder", WRITABLE_BY_OTHERS)?;
+    let opened_folder = OpenOptions::new().read(true).custom_flags(folder_flags).open(folder)?;
+    require_private(&opened_folder.metadata()?, "its folder", WRITABLE_BY_OTHERS)?;
     // Without O_NONBLOCK, opening a FIFO of this name would wait for a writer.
     let flags = OFlag::O_RDONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-    Ok(openat(&folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?.into())
+    Ok(openat(&opened_folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?.into())
 }
 
 /// Fails unless the file or folder belongs to root or to this process's user, and its mode has none
