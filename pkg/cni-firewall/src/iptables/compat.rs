@@ -48,7 +48,8 @@ enum Loaded {
 pub(crate) fn rule_in_words(family: Family, listed: &Listed) -> Rule {
     let nft::Rule { exprs, comment, .. } = &listed.rule;
     let mut parts = RuleParts::read(family, exprs);
-    // Some releases of iptables store the comment as nft does: not in an expression.
+    // Some releases of iptables store the comment as nft does: not in an expression. Plugins write
+    // the comment before the other matches.
     if let Some(comment) = comment {
         parts.matches.splice(0..0, ["-m".into(), "comment".into(), "--comment".into(), comment.clone()]);
     }
@@ -112,8 +113,9 @@ impl RuleParts {
         parts
     }
 
-    /// Adds the words of a comparison of `loaded` with `data`. With a `mask` only its bits are
-    /// compared. `None` for a comparison that plugins do not write.
+    /// Adds the words of a comparison of `loaded` with `data`. With a `mask`, only the bits of the
+    /// mask are compared. For a comparison that plugins do not write, returns `None` and adds
+    /// nothing.
     fn read_comparison(
         &mut self,
         family: Family,
@@ -145,22 +147,23 @@ impl RuleParts {
             (Loaded::Port(name), None) if !is_negated => {
                 let port = u16::from_be_bytes(data.try_into().ok()?);
                 // The match of a port has the name of the protocol that an earlier expression
-                // compares: `-m tcp --dport 80`.
+                // compares: `-m tcp --dport 80`. Without that expression the name is empty, and no
+                // rule that plugins write has these words.
                 let protocol = self.protocol.clone().unwrap_or_default();
                 self.matches.extend(["-m".into(), protocol, name.into(), port.to_string()]);
             }
             (Loaded::Mark, _) if !is_negated => {
-                let (value, mask) = (number(data)?, number(mask.unwrap_or(&[u8::MAX; 4]))?);
+                let (value, mask_bits) = (number(data)?, number(mask.unwrap_or(&[u8::MAX; 4]))?);
                 self.matches.extend(["-m", "mark", "--mark"].map(str::to_owned));
-                self.matches.push(extensions::mark_text(value, mask));
+                self.matches.push(extensions::mark_text(value, mask_bits));
             }
             _ => return None,
         }
         Some(())
     }
 
-    /// Adds the words of a match or target of xtables: always the name of a target, and all words
-    /// if plugins write it. Otherwise clears `whole`.
+    /// Adds the words of a match or target of xtables. If plugins do not write the match or target
+    /// in this form, clears `whole`, and adds only `-j NAME` for a target and nothing for a match.
     fn read_extension(&mut self, family: Family, extension: &Xtables) {
         let options = extensions::read(family, extension);
         self.whole &= options.is_some();
@@ -209,9 +212,9 @@ fn number(bytes: &[u8]) -> Option<u32> {
 }
 
 /// Returns the prefix (`10.1.0.0/16`) that a comparison with `data` compares an address with.
-/// Without a mask, the prefix has as many bytes as `data`, because nf_tables can compare only the
-/// first bytes of an address. `None` for a mask with holes, for a mask whose length differs from
-/// that of `data`, and for `data` that is empty or longer than an address.
+/// Without a mask, the prefix has as many bytes as `data`: a rule of nf_tables can load and compare
+/// the first bytes of an address alone. `None` for a mask with holes, for a mask whose length
+/// differs from that of `data`, and for `data` that is empty or longer than an address.
 fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
     let address_len = if family == Family::V4 { 4 } else { 16 };
     if data.is_empty() || data.len() > address_len {
@@ -221,9 +224,9 @@ fn prefix(family: Family, mask: Option<&[u8]>, data: &[u8]) -> Option<String> {
         None => data.len() * 8,
         Some(mask) if mask.len() != data.len() => return None,
         Some(mask) => {
-            let mut bits = [0; 16];
-            bits[..mask.len()].copy_from_slice(mask);
-            let bits = u128::from_be_bytes(bits);
+            let mut padded = [0; 16];
+            padded[..mask.len()].copy_from_slice(mask);
+            let bits = u128::from_be_bytes(padded);
             if bits.count_ones() != bits.leading_ones() {
                 return None;
             }

@@ -67,30 +67,32 @@ impl Encoder {
                 self.comparisons.extend(expr::l4proto(protocol));
             }
             "-m" if op == CmpOp::EQ => {
-                let (name, option, value) = (words.next()?, words.next()?, words.next()?);
-                self.matches.push(extensions::write(self.family, ExtensionKind::Match, name, &[option, value])?);
+                // Every match that plugins write has one option with a value.
+                let (name, match_option, value) = (words.next()?, words.next()?, words.next()?);
+                self.matches.push(extensions::write(self.family, ExtensionKind::Match, name, &[match_option, value])?);
             }
             _ => return None,
         }
         Some(())
     }
 
-    /// Returns the expression of the target, whose words follow `option`, which is `-j` or `-g`: a
-    /// verdict, or a target of xtables. An unknown target is the name of a chain. `None` if plugins
-    /// do not write the target's options.
-    fn encode_target(&self, option: &str, words: &[&str]) -> Option<Expr> {
-        let (target, options) = words.split_first()?;
-        let verdict = match (option, *target) {
+    /// Returns the expression of a target: a verdict, or a target of xtables. `jump_option` is `-j`
+    /// or `-g`; `words` are the target and the options of the target. An unknown target is the name
+    /// of a chain. `None` without a target, and if plugins do not write these options.
+    fn encode_target(&self, jump_option: &str, words: &[&str]) -> Option<Expr> {
+        let (target, target_options) = words.split_first()?;
+        let verdict = match (jump_option, *target) {
             ("-g", chain) => Verdict::Goto(chain.to_owned()),
             (_, "ACCEPT") => Verdict::Accept,
             (_, "DROP") => Verdict::Drop,
             (_, "RETURN") => Verdict::Return,
             (_, "MASQUERADE" | "DNAT" | "MARK") => {
-                return extensions::write(self.family, ExtensionKind::Target, target, options);
+                return extensions::write(self.family, ExtensionKind::Target, target, target_options);
             }
             (_, chain) => Verdict::Jump(chain.to_owned()),
         };
-        if options.is_empty() { Some(Expr::Verdict(verdict)) } else { None }
+        // A verdict has no options.
+        if target_options.is_empty() { Some(Expr::Verdict(verdict)) } else { None }
     }
 }
 

@@ -107,7 +107,8 @@ pub(super) fn write(family: Family, kind: ExtensionKind, name: &str, options: &[
     Some(Expr::Xtables(extension))
 }
 
-/// Does [`write`] without the padding after the structure.
+/// Returns the match or target of this name with these options, without the padding after its
+/// structure. `None` if plugins do not write it.
 fn without_padding(family: Family, kind: ExtensionKind, name: &str, options: &[&str]) -> Option<Xtables> {
     Some(match (kind, name, options) {
         // The last byte of the structure must be NUL. iptables cuts a longer comment.
@@ -130,14 +131,15 @@ fn without_padding(family: Family, kind: ExtensionKind, name: &str, options: &[&
         }
         (Match, "conntrack", ["--ctstate", names]) => {
             let mut states = 0;
-            for name in names.split(',') {
-                let (bit, _) = CONNTRACK_STATES.iter().find(|(_, known)| *known == name)?;
+            for state in names.split(',') {
+                let (bit, _) = CONNTRACK_STATES.iter().find(|(_, known_state)| *known_state == state)?;
                 states |= bit;
             }
             let (matched, inverted) = (CONNTRACK_STATE.to_ne_bytes(), [0; 2]);
             CONNTRACK.with(&[&[0; CONNTRACK_MATCHED_AT], &matched, &inverted, &states.to_ne_bytes()])
         }
-        // A port is a range of one port.
+        // A port is a range of one port. These two matches always compare the source port too, so
+        // its range is that of all ports; sctp compares only the fields in `matched`.
         (Match, "tcp" | "udp", ["--dport", port]) => {
             let port = decimal::<u16>(port)?.to_ne_bytes();
             let (first_source, last_source) = ([0; 2], [u8::MAX; 2]);
@@ -162,9 +164,10 @@ fn without_padding(family: Family, kind: ExtensionKind, name: &str, options: &[&
                 return None;
             }
             let flags = if port.is_some() { MAP_IPS | PROTO_SPECIFIED } else { MAP_IPS };
-            let (mut address, port) = (octets(address), port.unwrap_or(0).to_be_bytes());
-            address.resize(16, 0);
-            DNAT.with(&[&flags.to_ne_bytes(), &address, &address, &port, &port])
+            // A range of one address and one port.
+            let (mut address_bytes, port_bytes) = (octets(address), port.unwrap_or(0).to_be_bytes());
+            address_bytes.resize(16, 0);
+            DNAT.with(&[&flags.to_ne_bytes(), &address_bytes, &address_bytes, &port_bytes, &port_bytes])
         }
         (Target, "MARK", ["--set-xmark", mark]) => {
             let (value, mask) = value_and_mask(mark)?;
@@ -175,7 +178,8 @@ fn without_padding(family: Family, kind: ExtensionKind, name: &str, options: &[&
 }
 
 /// Reads the options of a match or target of a rule: `--dport 80`. `None` for one that [`write`]
-/// does not write. The comment of a match `comment` is read in any case.
+/// does not write: the options are written again, and the result must be the same structure. The
+/// comment of a match `comment` is read without this check.
 pub(super) fn read(family: Family, extension: &Xtables) -> Option<Vec<String>> {
     let Xtables { kind, name, revision, info } = extension;
     let words = |option: &str, value: String| vec![option.to_owned(), value];
@@ -207,9 +211,11 @@ pub(super) fn read(family: Family, extension: &Xtables) -> Option<Vec<String>> {
             let with_port = || SocketAddr::new(address, port).to_string();
             words("--to-destination", if has_port { with_port() } else { address.to_string() })
         }
+        // iptables always prints the mask of this option, unlike that of `--mark`.
         (Target, "MARK") => words("--set-xmark", format!("{:#x}/{:#x}", u32_at(info, 0)?, u32_at(info, 4)?)),
         _ => return None,
     };
+    // The fields that are not read above must be as `write` sets them.
     let option_words: Vec<&str> = options.iter().map(String::as_str).collect();
     let written = without_padding(family, *kind, name, &option_words)?;
     (written.revision == *revision && info.starts_with(&written.info)).then_some(options)
