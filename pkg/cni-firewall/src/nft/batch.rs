@@ -234,7 +234,8 @@ impl Batch {
     pub(crate) fn add_xtables_rule(&mut self, table: Table<'_>, chain: &str, exprs: &[Expr], position: RulePosition) {
         let what = format!("failed to add a rule to iptables chain {table} {chain}");
         // The kernel needs the protocol (`IPPROTO_*`, 0 for any) to check xtables matches: the
-        // match `tcp`, for example, requires protocol tcp.
+        // match `tcp`, for example, requires protocol tcp. Protocol and flags (0: the protocol is
+        // not negated) are the attribute `NFTA_RULE_COMPAT`, 5.
         let protocol = expr::l4proto_of(exprs).unwrap_or(0);
         let protocol_and_flags = [number_attribute(1, protocol.into()), number_attribute(2, 0)].concat();
         let request = new_rule(table, chain, exprs).nest(5, &protocol_and_flags);
@@ -317,8 +318,10 @@ impl Batch {
         removals.map(|change| Batch { changes: vec![change], ..Batch::default() })
     }
 
-    /// Adds the change that the request makes and returns it; see [`Change`] for the other
-    /// parameters.
+    /// Adds the change that the request makes, and returns the change so that the caller can set
+    /// `is_base_chain` or `rules`. `what` is as in [`Change`]; `flags` are the netlink flags beside
+    /// `NLM_F_REQUEST`. A request that lacks its userdata makes the whole batch fail: the error is
+    /// stored in `fault`.
     fn push(&mut self, what: String, flags: u16, request: Request) -> &mut Change {
         let Request { kind, body, lacks_userdata } = request;
         if lacks_userdata && self.fault.is_none() {

@@ -186,30 +186,31 @@ pub fn not(mut exprs: Vec<Expr>) -> Vec<Expr> {
     exprs
 }
 
-/// Turns an address match (`saddr`, `daddr`) into a match of the first `prefix` bits, such as `ip
-/// daddr NET/prefix`.
+/// Turns an address match (`saddr`, `daddr`) into a match of the first `prefix_len` bits, such as
+/// `ip daddr NET/PREFIX_LEN`. A prefix longer than the address is one of the whole address.
 ///
 /// As in `nft` 1.0 and later, a prefix of whole bytes becomes a shorter load. Any other prefix,
-/// also 0, becomes a mask. Older releases of `nft` always write a mask.
-pub fn masked(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
-    if prefix == 0 || !prefix.is_multiple_of(8) {
-        return with_mask(exprs, prefix);
+/// also of length 0, becomes a mask. Older releases of `nft` always write a mask.
+pub fn masked(mut exprs: Vec<Expr>, prefix_len: u8) -> Vec<Expr> {
+    if prefix_len == 0 || !prefix_len.is_multiple_of(8) {
+        return with_mask(exprs, prefix_len);
     }
     if let [.., Expr::Payload { len, .. }, Expr::Cmp { data, .. }] = exprs.as_mut_slice() {
-        data.truncate(usize::from(prefix / 8));
-        *len = (*len).min(u32::from(prefix / 8));
+        data.truncate(usize::from(prefix_len / 8));
+        *len = (*len).min(u32::from(prefix_len / 8));
     }
     exprs
 }
 
 /// Does the same as [`masked`], but always with a mask.
-pub fn with_mask(mut exprs: Vec<Expr>, prefix: u8) -> Vec<Expr> {
+pub fn with_mask(mut exprs: Vec<Expr>, prefix_len: u8) -> Vec<Expr> {
     let Some(Expr::Cmp { reg, data, .. }) = exprs.last_mut() else { return exprs };
-    // With prefix 0, the shift by all 128 bits returns `None`.
-    let ones = u128::MAX.checked_shl(128_u32.saturating_sub(prefix.into())).unwrap_or(0);
+    // With length 0, the shift by all 128 bits returns `None`.
+    let ones = u128::MAX.checked_shl(128_u32.saturating_sub(prefix_len.into())).unwrap_or(0);
     let mask: Vec<u8> = ones.to_be_bytes().into_iter().take(data.len()).collect();
-    for (byte, mask) in data.iter_mut().zip(&mask) {
-        *byte &= mask;
+    // The masked register never equals an address that has bits outside the mask.
+    for (byte, mask_byte) in data.iter_mut().zip(&mask) {
+        *byte &= mask_byte;
     }
     let bitwise = Expr::Bitwise { reg: *reg, xor: vec![0; mask.len()], mask };
     exprs.insert(exprs.len() - 1, bitwise);

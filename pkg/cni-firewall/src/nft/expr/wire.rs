@@ -126,6 +126,8 @@ impl Expr {
             }
             // More attributes than destination and key would select a direction, or write.
             "ct" if attributes(data).count() == 2 => Expr::Ct { to: reg(1)?, key: field(2)? },
+            // Not checked: the end of a range of addresses (4) or ports (6), which the kernel sends
+            // for a single one too, and flags (7).
             "nat" if field(1) == Some(NAT_DNAT) => Expr::Dnat { family: field(2)?, addr: reg(3)?, port: reg(5) },
             "match" | "target" => Expr::Xtables(Xtables {
                 kind: if name == "match" { ExtensionKind::Match } else { ExtensionKind::Target },
