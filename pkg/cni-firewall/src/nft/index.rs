@@ -70,6 +70,7 @@ pub(crate) struct Search<'a> {
     pub(crate) appended: &'a [Key],
     /// The keys of the wanted rules.
     pub(crate) wanted: &'a [Key],
+    /// What the caller does with the found rules.
     pub(crate) purpose: SearchFor,
 }
 
@@ -151,32 +152,40 @@ impl Index {
         const NFTA_RULE_ID: u16 = 9;
         const NFTA_RULE_POSITION_ID: u16 = 10;
         let Effects { appends, deleted, .. } = self.effects(changes);
-        // Without a report, `update` makes the caller read all rules.
+        // There is nothing to report, or too much. If an appended rule is not reported, `update`
+        // removes the file, and does not trust an index that was read from a file.
         if appends.is_empty() || appends.len() > REPORTS_MAX {
             return;
         }
+        // The last rule that remains. Without one, nothing is reported either.
         let last = entries(&self.entries).filter(|entry| !deleted.contains(&entry.handle)).last();
         let Some(last) = last else { return };
-        let mut position = wire::new_attribute(NFTA_RULE_POSITION, &last.handle.to_be_bytes());
+        let mut after = wire::new_attribute(NFTA_RULE_POSITION, &last.handle.to_be_bytes());
         for append in appends {
+            // The ID is a number that no other rule of the transaction has.
             let (change, id) = (&mut changes[append], u32::try_from(append).unwrap_or_default());
             change.flags |= NLM_F_ECHO;
-            change.body.append(&mut position);
+            change.body.append(&mut after);
             change.body.extend(number_attribute(NFTA_RULE_ID, id));
-            position = number_attribute(NFTA_RULE_POSITION_ID, id);
+            after = number_attribute(NFTA_RULE_POSITION_ID, id);
         }
     }
 
-    /// Brings the index to the state after a transaction, and writes the file, or removes that of a
-    /// chain that is not long any more. `reported` are the rules that the kernel reports. Returns
-    /// `false` if the transaction was planned by a file that does not have all rules of the chain.
-    /// The file is removed then.
+    /// Brings the index to the state after a transaction, and writes the file; removes the file if
+    /// the chain is no longer long. `reported` are the appended rules that the kernel has reported.
+    ///
+    /// Also removes the file if the state is not known: the kernel has not reported an appended
+    /// rule, a rule follows the last appended one, or the transaction has changed the rules in
+    /// another way. Then returns `false` if the index was read from a file, which may have lacked
+    /// rules when the transaction was planned.
     pub(crate) fn update(mut self, changes: &[Change], reported: &[Appended]) -> bool {
         let Effects { appends, deleted, has_others } = self.effects(changes);
+        // The begin message has position 0 in the batch, and the first change position 1.
         let report_of = |append: &usize| reported.iter().find(|rule| rule.position == append + 1);
+        // `None` if a report is missing.
         let reports: Option<Vec<&Appended>> = appends.iter().map(report_of).collect();
-        let has_all = |reports: &Vec<&Appended>| !has_others && reports.last().is_none_or(|last| last.is_last);
-        let Some(reports) = reports.filter(has_all) else {
+        let suffice = |reports: &Vec<&Appended>| !has_others && reports.last().is_none_or(|last| last.is_last);
+        let Some(reports) = reports.filter(suffice) else {
             // A fresh index had all rules when the transaction was planned.
             let was_complete = self.is_fresh;
             self.discard();
@@ -188,6 +197,7 @@ impl Index {
         }
         for report in reports {
             let mut keys = (self.keys_of)(&report.listed);
+            // Every search returns a rule without keys, so such a rule must not get a key.
             if !keys.is_empty() {
                 keys.extend(&self.appended);
             }
@@ -210,8 +220,8 @@ impl Index {
         let _ = fs::remove_file(self.path);
     }
 
-    /// Writes the file. A failure is not reported: the file that is there has another number of
-    /// rules, or the same rules.
+    /// Writes the file. A failure is not reported: the old file then describes the chain before the
+    /// transaction, and is treated as after a transaction of another program.
     fn save(mut self) {
         self.entries.extend(self.tail());
         // Always the same name, so that a killed process leaves one file at most. Of two processes
@@ -247,8 +257,9 @@ impl Index {
 
 impl Nft {
     /// Returns the chain's rules that have one of the wanted keys, in order; other rules can be
-    /// among them. Of a long chain with an index, only these are read. If this and the index of
-    /// another chain do not lead to changes, the chain is read as a whole the next time too.
+    /// among them. Of a long chain with an index, reads only these. Of a long chain without one,
+    /// reads all rules, and makes an index. The next transaction with changes, of whatever chain,
+    /// writes the file of the index. Without changes, no file is written.
     pub(crate) fn rules_with_keys(
         &mut self,
         table: Table<'_>,
@@ -269,9 +280,9 @@ impl Nft {
         Ok(rules)
     }
 
-    /// Makes an index of a long chain, with the handle and the keys of each of its rules. The next
-    /// transaction writes its file. A chain that only seems long because many rules jump to it gets
-    /// none.
+    /// Makes an index of a long chain. `rules` are the handle and the keys of each of its rules.
+    /// The next transaction with changes writes the file. A chain that only seems long because many
+    /// rules jump to it gets no index.
     pub(crate) fn add_index(
         &mut self,
         table: Table<'_>,
@@ -316,8 +327,9 @@ impl Nft {
     }
 
     /// Returns the chain's rules with one of these keys by an index that was used since the last
-    /// transaction; `None` if there is none, if it names a rule that does not exist, or if
-    /// `must_have_all` and it lacks a key.
+    /// transaction. `None` if there is no such index, if the index names a rule that does not
+    /// exist, or if it lacks a key and `must_have_all` is true. In the last two cases, the index is
+    /// not used any more.
     pub(crate) fn rules_by_used_index(
         &mut self,
         table: Table<'_>,
@@ -330,14 +342,17 @@ impl Nft {
         };
         let (handles, has_all) = self.indexes[position].find(wanted);
         if must_have_all && !has_all {
+            // The file stays: it can describe the chain although no rule has the key.
             self.indexes.swap_remove(position);
             return Ok(None);
         }
         let mut rules = Vec::new();
         for handle in handles {
             let what = format!("failed to read rule {handle} of nft chain {table} {}", chain.name);
+            // Attribute 2 is the chain's name, 3 the rule's handle.
             let request = Request::in_table(RequestType::GetRule, table).text(2, &chain.name).handle(3, handle);
             let Some(listed) = self.find(&what, &request, decode::rule)? else {
+                // The rule was deleted, so the file does not describe the chain.
                 self.indexes.swap_remove(position).discard();
                 return Ok(None);
             };
@@ -362,13 +377,16 @@ impl Nft {
         Ok(())
     }
 
-    /// Returns an index of the chain, without entries; `None` on kernels that lack a number.
+    /// Returns an index of the chain without entries. It is marked as fresh, for a caller that adds
+    /// the entries of all rules. `None` if the table does not exist, or if the kernel does not
+    /// report its number (before Linux 4.16) or that of the network namespace (before 5.14).
     fn new_index(&mut self, table: Table<'_>, chain: &Chain, search: Search<'_>) -> Result<Option<Index>> {
         let what = format!("failed to read nft table {table}");
         let found = self.find(&what, &Request::in_table(RequestType::GetTable, table), decode::table)?;
         let numbers = self.socket()?.netns_cookie().zip(found);
         let Some((cookie, (table_handle, _))) = numbers else { return Ok(None) };
-        // The kernel uses inodes again, so the number of files is bounded.
+        // The kernel uses inodes again, so the number of files is bounded. The cookie in
+        // `identity`, not the inode, shows that a file is of this namespace.
         let netns = fs::metadata(NETNS).map_or(0, |metadata| metadata.ino());
         let name = format!("rules-{netns}-{}-{}-{}", table.family.name(), table.name, chain.name);
         let boot = fs::read(BOOT_ID).unwrap_or_default();
@@ -385,8 +403,10 @@ impl Nft {
     }
 }
 
-/// Reads a file that only this process's user or root can have written; `None` if there is none.
+/// Reads a file that only this process's user or root can have written; `None` if there is no such
+/// file, if it is larger than [`FILE_MAX`], or if it cannot be read.
 fn read_private(path: &Path) -> Option<Vec<u8>> {
+    // A symbolic link is refused, and opening a FIFO does not wait for a writer.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     let metadata = file.metadata().ok()?;

@@ -59,8 +59,9 @@ impl Nft {
         })
     }
 
-    /// Lists the rules of a chain, or of all chains of the table, and returns what `read` makes of
-    /// each rule's chain and bytes.
+    /// Lists the rules of `chain`, or of all chains of the table if no chain is given. Returns what
+    /// `read` returns for each rule's chain and bytes. If `read` returns `None`, leaves the rule
+    /// out.
     fn dump_rules<T>(
         &mut self,
         what: &str,
@@ -87,8 +88,9 @@ impl Nft {
     }
 
     /// Calls `read` until the ruleset does not change during the call, and returns its result.
-    /// Within `read` each list is read only once if the ruleset does not change. `what` begins an
-    /// error's text. Not for chains at whose beginning other processes insert rules; see
+    /// Within `read` each list is read only once if the ruleset does not change. `retries` is the
+    /// maximum number of calls, and of readings of each list in a call. `what` begins an error's
+    /// text. Not for chains at whose beginning other processes insert rules; see
     /// [`wait_for_generation`](Nft::wait_for_generation) for the reason.
     pub(crate) fn read_at_once<T>(
         &mut self,

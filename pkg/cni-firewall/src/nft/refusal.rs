@@ -61,7 +61,8 @@ impl Refusal {
                 let text = format!("the kernel has no such type of chain ({})", Errno::ENOENT);
                 Cause::kernel(libc::EOPNOTSUPP, Some(text))
             }
-            // Older kernels always answer EEXIST, newer ones for another type or no hook.
+            // Older kernels always answer EEXIST. Newer ones answer EEXIST for another type or no
+            // hook, and EOPNOTSUPP for another hook or priority.
             libc::EOPNOTSUPP | libc::EEXIST if change.is_base_chain => {
                 Cause::text("the chain exists with another hook, type or priority")
             }

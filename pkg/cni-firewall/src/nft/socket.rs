@@ -105,9 +105,14 @@ impl Nft {
         result
     }
 
-    /// Sends the batch, reads the kernel's answers, and brings the indexes to the state afterwards.
-    /// If the kernel refuses a change, the netlink message of the change is written to
+    /// Sends the batch and reads the kernel's answers. Ends the use of the indexes: updates them
+    /// and their files after a commit, removes the files after a refusal, and otherwise only drops
+    /// the indexes. If the kernel refuses a change, the netlink message of the change is written to
     /// `refused_request`.
+    ///
+    /// # Errors
+    /// ERESTART ([`raced`]) if the caller must plan again: rules have changed since the required
+    /// generation, or an index that was read from a file may have lacked rules or caused a refusal.
     fn send_batch(&mut self, batch: Batch, ending: Ending, refused_request: &mut Vec<u8>) -> Result<()> {
         let required_generation = batch.generation;
         self.one_reading_suffices = false;
@@ -134,10 +139,12 @@ impl Nft {
             for index in indexes {
                 were_complete &= index.update(&changes, &appended);
             }
-            // Otherwise the changes are made, but another program's rules were not considered.
+            // The changes are made. If an index was not complete, they were planned without rules
+            // of another program, so the caller plans again.
             return if were_complete { Ok(()) } else { Err(Error::new(BATCH_FAILED, Errno::ERESTART)) };
         };
-        // A file can name a rule that another program has deleted, or lack a rule.
+        // An outdated file can be the cause of the refusal: it names a rule that another program
+        // has deleted, or lacks a rule. So the caller plans again, without the file.
         let is_planned_by_file = indexes.iter().any(|index| !index.is_fresh);
         indexes.into_iter().for_each(Index::discard);
         if is_planned_by_file {
@@ -165,11 +172,10 @@ impl Nft {
         if let Some(last) = changes.last_mut() {
             last.flags |= NLM_F_ACK;
         }
-        let required_generation = required_generation
-            .map(|Generation(generation)| wire::new_attribute(NFNL_BATCH_GENID, &generation.to_be_bytes()));
+        let attribute_of = |Generation(number)| wire::new_attribute(NFNL_BATCH_GENID, &number.to_be_bytes());
+        let begin_attributes = required_generation.map(attribute_of).unwrap_or_default();
         let mut bytes = Vec::new();
-        let first_sequence =
-            self.write_control(NFNL_MSG_BATCH_BEGIN, &required_generation.unwrap_or_default(), &mut bytes)?;
+        let first_sequence = self.write_control(NFNL_MSG_BATCH_BEGIN, &begin_attributes, &mut bytes)?;
         for change in changes {
             change.write(self.socket()?.next_sequence(), &mut bytes);
         }
@@ -199,14 +205,15 @@ impl Nft {
             for message in wire::messages(datagram) {
                 let position = usize::try_from(message.sequence.wrapping_sub(first_sequence)).unwrap_or(usize::MAX);
                 if position > change_count + 1 {
-                    // A late answer to an earlier batch. Its answers overran the socket's buffer.
+                    // A late answer to an earlier batch, whose answers overran the socket's buffer.
                     continue;
                 }
-                let is_first = first_refusal.as_ref().is_none_or(|first| position < first.position);
+                let is_earliest = first_refusal.as_ref().is_none_or(|first| position < first.position);
                 match (message.kind, wire::outcome(&message)) {
                     (NEW_RULE, _) => appended.extend(index::appended(message.payload, position)),
+                    // Only the last change requests an acknowledgement.
                     (NLMSG_ERROR, Some((0, _))) => is_acknowledged |= position == change_count,
-                    (NLMSG_ERROR, Some((errno, text))) if is_first => {
+                    (NLMSG_ERROR, Some((errno, text))) if is_earliest => {
                         first_refusal = Some(Refusal { position, errno, text });
                     }
                     _ => {}
@@ -259,6 +266,7 @@ impl Nft {
     pub fn wait_for_generation(&mut self) -> Result<Generation> {
         const WHAT: &str = "failed to wait for the end of a change of nftables";
         let generation = self.generation()?;
+        // A kernel without nf_tables has no transaction to wait for.
         if self.socket.is_err() {
             return Ok(generation);
         }
@@ -286,16 +294,16 @@ impl Nft {
         }
     }
 
-    /// Requests one object and returns what `decode` reads in the answer; `None` if the object does
-    /// not exist, or if the answer is malformed. `what` begins an error's text.
+    /// Requests one object and returns what `read_object` reads in the answer; `None` if the object
+    /// does not exist, or if the answer is malformed. `what` begins an error's text.
     pub(super) fn find<T>(
         &mut self,
         what: &str,
         request: &Request,
-        decode: impl Fn(&[u8]) -> Option<T>,
+        read_object: impl Fn(&[u8]) -> Option<T>,
     ) -> Result<Option<T>> {
         let mut found = None;
-        match self.ask(what, request, 0, |object| found = decode(object)) {
+        match self.ask(what, request, 0, |object| found = read_object(object)) {
             Ok(_) => Ok(found),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -304,8 +312,8 @@ impl Nft {
 
     /// Sends one request and calls `on_object` for each object of the answer. Returns whether the
     /// answer is uninterrupted: `false` if the kernel flags that a transaction interrupted the
-    /// list. On a kernel without nf_tables, the answer has no object. `what` begins an error's
-    /// text.
+    /// list. On a kernel without nf_tables, the answer has no object. If the answer shows that the
+    /// kernel is one, later requests are not sent. `what` begins an error's text.
     pub(super) fn ask(
         &mut self,
         what: &str,

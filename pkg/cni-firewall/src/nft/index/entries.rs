@@ -62,12 +62,12 @@ pub(super) fn write_entry(handle: u64, keys: &[Key], entries: &mut Vec<u8>) {
 /// Returns the entries of an index in the order of the chain, up to the first that is cut.
 pub(super) fn entries(mut bytes: &[u8]) -> impl Iterator<Item = Entry<'_>> {
     std::iter::from_fn(move || {
-        // 8 bytes of the handle and the number of the keys.
+        // 8 bytes of the handle, 1 byte with the number of the keys, 4 bytes of each key.
         let key_count = usize::from(*bytes.get(8)?);
         let (entry, rest) = bytes.split_at_checked(9 + 4 * key_count)?;
         bytes = rest;
-        let (handle, keys) = entry.split_first_chunk()?;
-        Some(Entry { handle: u64::from_ne_bytes(*handle), keys: keys.get(1..)?.as_chunks().0, bytes: entry })
+        let (handle, count_and_keys) = entry.split_first_chunk()?;
+        Some(Entry { handle: u64::from_ne_bytes(*handle), keys: count_and_keys.get(1..)?.as_chunks().0, bytes: entry })
     })
 }
 
