@@ -55,7 +55,8 @@ impl Purpose {
     }
 }
 
-/// One rule of a container. For the plugin firewall, one value stands for all rules of an address.
+/// An entry of the list: one rule of a container. For the plugin firewall, an entry stands for all
+/// rules of an address.
 #[derive(Clone, Debug)]
 pub struct ContainerRule {
     /// The purpose of the rule.
@@ -129,9 +130,9 @@ pub fn list_container_rules(machine: &dyn Machine, notes: &Notes) -> Result<Vec<
     Ok(rules)
 }
 
-/// Returns the entries of an iptables table, of each family and variant in which the table may have
-/// one of `searched_chains`. `list` gets the chains and the [`variant_prefix`]. A failure for
-/// iptables-legacy only becomes a note.
+/// Returns the entries that `list` finds in an iptables table, in each family and variant in which
+/// the table may have one of `searched_chains`. `list` gets the chains and the [`variant_prefix`].
+/// A failure for iptables-legacy only becomes a note.
 fn list_table(
     table: iptables::Table,
     searched_chains: &[&str],
@@ -178,17 +179,19 @@ fn list_filter(filter: &mut Chains<'_>, program: &str) -> Result<Vec<ContainerRu
 /// Returns the entries of all features that have rules in nf_tables.
 fn list_nft(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
     let what = "failed to list the containers' rules in nftables";
+    // At once, so that each chain is read once, not twice. No program inserts rules at the
+    // beginning of these chains.
     let mut rules = nft.read_at_once(what, Retries::Many, |nft| {
-        let mut rules = Vec::new();
+        let mut listed = Vec::new();
         let place = (masquerade_nft::TABLE, masquerade_nft::CHECKS);
-        list_nft_chain(nft, Purpose::Masquerade, place, &mut rules, describe_masquerade)?;
+        list_nft_chain(nft, Purpose::Masquerade, place, &mut listed, describe_masquerade)?;
         for family in FAMILIES {
             for chain in portmap_nft::CONTAINER_CHAINS {
                 let place = (portmap_nft::table(family), chain);
-                list_nft_chain(nft, Purpose::PortMap, place, &mut rules, |rule| describe_port_map(family, rule))?;
+                list_nft_chain(nft, Purpose::PortMap, place, &mut listed, |rule| describe_port_map(family, rule))?;
             }
         }
-        Ok(rules)
+        Ok(listed)
     })?;
     for chain in forward::nftables::list_record_chains(nft)? {
         if chain.name == forward::egress::OWNERS {
@@ -209,9 +212,10 @@ fn list_nft(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
 
 /// Adds to `rules` an entry for each container address whose connections are checked by the egress
 /// rules of its network.
-fn list_egress(nft: &mut Nft, records: &RecordChain, rules: &mut Vec<ContainerRule>) -> Result<()> {
+fn list_egress(nft: &mut Nft, record_chain: &RecordChain, rules: &mut Vec<ContainerRule>) -> Result<()> {
+    // The containers of a network share a chain, whose counters are read only once.
     let mut dropped_by_chain = BTreeMap::new();
-    for Record { owned, .. } in records.records(nft)? {
+    for Record { owned, .. } in record_chain.records(nft)? {
         let chain = forward::egress::network_chain(&owned.owner);
         let dropped = match dropped_by_chain.get(&chain) {
             Some(dropped) => *dropped,
@@ -250,27 +254,28 @@ fn list_nft_chain(
 }
 
 /// Describes a masquerading rule of nf_tables. Its comment is
-/// `HASHES, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
+/// `KEY, net: NETWORK, if: IFNAME, id: CONTAINER`, perhaps cut.
 fn describe_masquerade(rule: &nft::Rule) -> Option<(RuleOwner, String)> {
     let comment = rule.comment.as_deref().unwrap_or_default();
-    let value_of = |key: &str| comment.split(", ").find_map(|part| part.strip_prefix(key));
+    let value_of = |label: &str| comment.split(", ").find_map(|part| part.strip_prefix(label));
     let names = [value_of("net: "), value_of("id: "), value_of("if: ")];
     let key = masquerade_nft::key_of(comment).to_owned();
     let owner = RuleOwner::new(None, names, (key, masquerade_nft::attachment_key));
-    // The rule does not name its family. The text for the wrong family lacks the addresses, so the
-    // longer text is the right one.
+    // `words` must be given the rule's family. The text for the wrong family lacks the addresses,
+    // so the longer text is the right one.
     let [as_v4, as_v6] = FAMILIES.map(|family| words(family, &rule.exprs).join(" "));
     Some((owner, if as_v4.len() > as_v6.len() { as_v4 } else { as_v6 }))
 }
 
-/// Describes a host port rule of nf_tables. Its comment is the container's ID. A rule that the Go
-/// plugin did not write also has a tag with the alias.
+/// Describes a rule of portmap in nf_tables: a mapping, or the masquerading of a container with
+/// mappings. Its comment is the container's ID, shortened if very long. The network and the
+/// interface are only known if the rule also has a tag with the alias. `None` without a comment.
 fn describe_port_map(family: Family, rule: &nft::Rule) -> Option<(RuleOwner, String)> {
     let container = rule.comment.as_deref()?;
     let names = [None, Some(container), None];
     let owner = RuleOwner::new(OwnerTag::of(rule).alias(), names, identity::owner_name(rule));
     let text = match portmap_nft::read_mapping(rule) {
-        Some((host_port, _)) => format!("{host_port} to {}", host_port.container),
+        Some((claim, _)) => format!("{claim} to {}", claim.container),
         None => words(family, &rule.exprs).join(" "),
     };
     Some((owner, text))

@@ -78,38 +78,39 @@ fn is_conflict(error: &Error) -> bool {
 /// creates with [`Batch::create_chain`]. So other changes of the ruleset do not make it fail.
 ///
 /// If an object that is to be removed is in use, removes each object in a transaction of its own,
-/// and makes the rest of the plan if all could be removed. Before Linux 5.0 that is always so for a
-/// chain and the jump to it. Otherwise a rule of another program jumps to the chain. `plan` is
-/// called again before each of these steps.
+/// and makes the rest of the plan if all could be removed. Before Linux 5.0, a chain counts as in
+/// use even if the same transaction removes the jump to it. On later kernels, a rule of another
+/// program jumps to the chain. `plan` is called again before each of these steps.
 ///
 /// # Errors
 /// As [`change`]; the first object that is still in use.
 pub(crate) fn change_by_handle(nft: &mut Nft, mut plan: impl FnMut(&mut Nft, &mut Batch) -> Result<()>) -> Result<()> {
-    let mut planned = |nft: &mut Nft| {
+    let mut plan_batch = |nft: &mut Nft| {
         let mut batch = Batch::new();
         plan(nft, &mut batch)?;
         Ok(batch)
     };
     retry_conflicts(nft, |nft| {
-        let batch = planned(nft)?;
+        let batch = plan_batch(nft)?;
         match nft.commit(batch) {
             Err(error) if error.errno() == Some(libc::EBUSY) => {}
             result => return result,
         }
-        let removals = planned(nft)?.into_removals();
+        let removals = plan_batch(nft)?.into_removals();
         // Not stopped by the first failure, so that as much as possible is removed.
         let results: Vec<Result<()>> = removals.map(|removal| nft.commit(removal)).collect();
+        // A conflict does not matter: the next plan starts from what another process has left.
         if let Some(error) = results.into_iter().filter_map(Result::err).find(|error| !is_conflict(error)) {
             return Err(error);
         }
-        let rest = planned(nft)?;
+        let rest = plan_batch(nft)?;
         nft.commit(rest)
     })
 }
 
 /// Calls `change`, which reads rules and changes them. If it fails with [`is_conflict`], calls it
-/// again, at most [`CONFLICTS_MAX`] times in all. An error that persists
-/// although no process has changed a rule since the last try has another cause, and is final.
+/// again, at most [`CONFLICTS_MAX`] times in all. An error that persists although no process has
+/// changed a rule since the last try has another cause, and is final.
 pub(crate) fn retry_conflicts(nft: &mut Nft, mut change: impl FnMut(&mut Nft) -> Result<()>) -> Result<()> {
     let mut generation_after_last = None;
     for _ in 1..CONFLICTS_MAX {
@@ -123,6 +124,7 @@ pub(crate) fn retry_conflicts(nft: &mut Nft, mut change: impl FnMut(&mut Nft) ->
         }
         generation_after_last = generation;
     }
+    // The last try: any error is final.
     change(nft)
 }
 
@@ -147,7 +149,7 @@ impl<'m> Store<'m> {
         Store { machine, notes, folders: Folders::new(std::env::var_os("PATH")), table, rules, open_nft, open_iptables }
     }
 
-    /// Opens the table of iptables.
+    /// Opens the table of iptables. `on_sigterm` is as in [`Iptables::open`].
     pub(crate) fn open(&self, on_sigterm: OnSigterm) -> Result<Iptables<'m>> {
         Iptables::open_with(self.table, self.machine, self.notes.clone(), on_sigterm, self.folders.clone())
     }
@@ -216,6 +218,7 @@ impl<'m> Store<'m> {
             };
             families_with_variant.push((family, variant));
         }
+        // Nothing to change, so the lock is not taken.
         if families_with_variant.is_empty() {
             return Ok(());
         }
@@ -243,11 +246,11 @@ impl<'m> Store<'m> {
         let mut iptables = self.open(OnSigterm::Finish)?;
         let mut errors = Vec::new();
         for family in FAMILIES {
-            let variants = iptables.variants_to_search(family, chains).unwrap_or_else(|error| {
-                errors.push(error);
-                // iptables-nft cannot be read; iptables-legacy can be, with its own programs.
-                vec![Variant::Legacy]
-            });
+            let found = iptables.variants_to_search(family, chains);
+            // If iptables-nft cannot be read, iptables-legacy may have rules, which its own
+            // programs can read.
+            let variants = found.as_deref().unwrap_or(&[Variant::Legacy]).to_vec();
+            errors.extend(found.err());
             for variant in variants {
                 errors.extend(self.purge_in_variant(&mut iptables, (family, variant), filter, &mut plan).err());
             }
@@ -273,8 +276,8 @@ impl<'m> Store<'m> {
             ));
             return Ok(());
         }
-        // GC reads the rules of all attachments. The save program of iptables-legacy prints the
-        // whole table in any case.
+        // GC reads the chains of all attachments: in iptables-nft without the lock, so that no
+        // other process waits. In iptables-legacy every call reads the whole table, not only GC.
         if variant == Variant::Nft && matches!(filter, AttachmentFilter::Garbage { .. }) {
             iptables.remove_from_nft(family, plan)
         } else {

@@ -67,8 +67,9 @@ impl<'a> Untagged<'a> {
         (has_family || matches!(self, Untagged::Covering(_))).then(|| self.addresses())
     }
 
-    /// Whether an untagged rule for this source address or network is selected. `has_tagged` is
-    /// whether the attachment has rules that name it.
+    /// Whether an untagged rule for this source address or network is selected; `source` is `None`
+    /// for a rule that matches any source. `has_tagged` is whether the attachment has rules that
+    /// name it.
     pub(crate) fn selects(&self, source: Option<Cidr>, has_tagged: bool) -> bool {
         match self {
             Untagged::Keep => false,
@@ -76,6 +77,7 @@ impl<'a> Untagged<'a> {
                 source.is_some_and(|source| addresses.iter().any(|address| source.contains(*address)))
             }
             Untagged::UnlessTagged => !has_tagged,
+            // Only portmap uses `ByFamily`, and selects rules by `addresses_in` instead.
             Untagged::ByFamily(_) | Untagged::All => true,
         }
     }
@@ -104,9 +106,9 @@ impl<'a> AttachmentFilter<'a> {
             }
             AttachmentFilter::Garbage { network, valid } => {
                 let attachments = valid.iter().map(|(id, ifname)| AttachmentId::new(network, id, ifname));
-                let valid: BTreeSet<String> = attachments.map(|attachment| (form.name)(&attachment)).collect();
+                let kept: BTreeSet<String> = attachments.map(|attachment| (form.name)(&attachment)).collect();
                 let prefixes = (form.prefixes)(network);
-                Box::new(move |name| prefixes.iter().any(|prefix| name.starts_with(prefix)) && !valid.contains(name))
+                Box::new(move |name| prefixes.iter().any(|prefix| name.starts_with(prefix)) && !kept.contains(name))
             }
         }
     }
