@@ -215,7 +215,9 @@ impl ContainerRules {
         for name in names {
             let Some(chain) = nat.chain(&name)? else { continue };
             let jumps = all_jumps.remove(&name).unwrap_or_default();
-            // The chain's name is only a hash: the comments decide which network it belongs to.
+            // The chain's name is only a hash: the comments decide which network it belongs to. A
+            // chain without comments, or with one of another network, is left out. So no container
+            // of another network jumps to the remaining chains.
             let mut comments = jumps.iter().chain(&chain.rules).filter_map(Rule::comment).peekable();
             if comments.peek().is_some() && comments.all(is_of_network) {
                 let chain = Some(chain.clone());
@@ -236,7 +238,8 @@ impl ContainerRules {
             edit.create_chain(&names.chain);
         }
         let is_missing = |words: &Vec<String>| !self.in_chain().iter().any(|rule| rule.matches(words));
-        // Inserted, not appended, because ACCEPT must precede MASQUERADE.
+        // Inserted, not appended, because ACCEPT must precede MASQUERADE. Each is inserted before
+        // the others, so the last is inserted first.
         for accept in names.accepts(wanted).into_iter().rev().filter(is_missing) {
             edit.insert(&names.chain, accept);
         }
@@ -267,6 +270,7 @@ impl ContainerRules {
         let Some(chain) = &self.chain else { return };
         let (garbage, remaining): (Vec<Tag<'_>>, Vec<Tag<'_>>) =
             chain.rules.iter().filter_map(Tag::read).partition(|tag| is_garbage(tag));
+        // The source and the network of each address that keeps its rules.
         let of_tags = remaining.iter().map(|tag| (tag.source, tag.network));
         let of_kept = kept.iter().map(|address| (Some(Cidr::host(address.address())), Some(address.network())));
         let (used_sources, used_networks): (Vec<_>, Vec<_>) = of_tags.chain(of_kept).unzip();
@@ -275,8 +279,10 @@ impl ContainerRules {
             edit.delete_chain(name, chain);
             return;
         }
+        // Whether an untagged jump remains.
         let has_untagged = remaining_sources.iter().any(|source| !used_sources.contains(source));
         let is_unneeded = |accept: &Rule| match (cidr(accept, "-s"), cidr(accept, "-d")) {
+            // Not a rule of a CNI plugin.
             (None, None) => false,
             // The ACCEPT rule of a network. An untagged jump, which does not name its network, may
             // need any of them.
@@ -284,7 +290,8 @@ impl ContainerRules {
                 let is_of_garbage = garbage.iter().any(|tag| tag.network == network);
                 is_of_garbage && !used_networks.contains(&network) && !has_untagged
             }
-            (exclusion, _) => garbage.iter().any(|tag| tag.source == exclusion) && !used_sources.contains(&exclusion),
+            // An exclusion.
+            (source, _) => garbage.iter().any(|tag| tag.source == source) && !used_sources.contains(&source),
         };
         let accepts = chain.rules.iter().filter(|rule| rule.target() == Some("ACCEPT"));
         for rule in garbage.iter().map(|tag| tag.rule).chain(accepts.filter(|rule| is_unneeded(rule))) {
@@ -305,9 +312,9 @@ impl ContainerRules {
         self.in_chain().iter().filter(is_outdated).collect()
     }
 
-    /// Adds to `edit` the removal of the jumps for the sources of `garbage`, of the `untagged` ones
-    /// and of duplicates. Returns the sources of the remaining jumps: those in `used_sources`, and
-    /// those of untagged jumps.
+    /// Adds to `edit` the removal of the jumps for the sources of the tags `garbage`, of the
+    /// untagged jumps that `untagged` selects, and of duplicates. Returns the sources of the
+    /// remaining jumps: those in `used_sources`, and those of untagged jumps.
     fn remove_jumps(
         &self,
         edit: &mut Edit,
@@ -323,6 +330,8 @@ impl ContainerRules {
                 // the same rule.
                 remaining_sources.contains(&source)
             } else {
+                // For DEL, `garbage` has all tags of the attachment: without one, no rule names the
+                // attachment.
                 garbage.iter().any(|tag| tag.source == source) || untagged.selects(source, !garbage.is_empty())
             };
             if is_removed {
@@ -380,14 +389,14 @@ pub(super) fn check(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Option<
     if rules.chain.is_none() {
         return Ok(None);
     }
-    let mut missing = Vec::new();
+    let mut differences = Vec::new();
     for rule in rules.outdated_exclusions(&names, wanted) {
         let words = rule.words().join(" ");
-        missing.push(format!("iptables chain {} has the rule {words}, which ipMasq does not exclude", names.chain));
+        differences.push(format!("iptables chain {} has the rule {words}, which ipMasq does not exclude", names.chain));
     }
     for words in names.accepts(wanted).into_iter().chain([names.masquerade(nat.family())]) {
         if !rules.in_chain().iter().any(|rule| rule.matches(&words)) {
-            missing.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));
+            differences.push(format!("iptables chain {} has no rule {}", names.chain, words.join(" ")));
         }
     }
     let sources: Vec<Cidr> = rules.jumps.iter().filter_map(|jump| cidr(jump, "-s")).collect();
@@ -395,10 +404,10 @@ pub(super) fn check(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Option<
         let host = address.address();
         // Older releases of Go wrote the network as the source.
         if !sources.contains(&Cidr::host(host)) && !sources.contains(&address.network()) {
-            missing.push(format!("iptables chain {POSTROUTING} has no rule that sends {host} to {}", names.chain));
+            differences.push(format!("iptables chain {POSTROUTING} has no rule that sends {host} to {}", names.chain));
         }
     }
-    Ok(Some(missing))
+    Ok(Some(differences))
 }
 
 #[cfg(test)]

@@ -141,15 +141,17 @@ impl<'m> Masquerade<'m> {
         self.store.purge_in_iptables(filter, &[&chain], |nat| iptables::purge(nat, filter))
     }
 
-    /// Returns a sentence for each missing rule of the attachment's addresses; empty if all are
-    /// masqueraded, except to the excluded destinations. Accepts Go's rules, in either backend.
+    /// Returns a sentence for each missing rule of the attachment's addresses, and for each rule
+    /// that wrongly excludes a destination; empty if all addresses are masqueraded, except to the
+    /// excluded destinations. Accepts Go's rules, in either backend.
     ///
     /// # Errors
     /// The rules of a backend, family or variant cannot be read.
     pub fn check(&self, attachment: &AttachmentId, addresses: &[Cidr]) -> Result<Vec<String>> {
-        let (wanted, mut nft, mut missing) = (self.wanted(attachment, addresses), Nft::open()?, Vec::new());
-        for family in wanted.families() {
-            let wanted = wanted.of_family(family);
+        let (all_wanted, mut nft, mut missing) = (self.wanted(attachment, addresses), Nft::open()?, Vec::new());
+        for family in all_wanted.families() {
+            let wanted = all_wanted.of_family(family);
+            // nftables is read first, because reading iptables can start a program.
             let mut missing_in_family = nftables::check(&mut nft, &wanted)?;
             if missing_in_family.is_empty() {
                 continue;
@@ -187,6 +189,7 @@ impl<'m> Masquerade<'m> {
         }
         match backend {
             _ if is_installed => Ok(()),
+            // The backend is iptables: without programs, `ensure` writes over netlink if it can.
             Some(_) => iptables.probe_installed(),
             // Without iptables, `ensure` uses nftables.
             None => nftables::probe(),

@@ -190,7 +190,7 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
 /// Returns a sentence for each wanted rule that is missing or differs; empty if none. On a kernel
 /// without nf_tables, all rules are missing.
 pub(super) fn check(nft: &mut Nft, wanted: &Wanted<'_>) -> Result<Vec<String>> {
-    let has_shared_chains = has_shared_chains(nft)?;
+    let leads_to_checks = has_shared_chains(nft)?;
     let rules = find(nft, wanted.attachment, SearchFor::Compare)?;
     let mut missing = Vec::new();
     for address in &wanted.addresses {
@@ -204,7 +204,8 @@ pub(super) fn check(nft: &mut Nft, wanted: &Wanted<'_>) -> Result<Vec<String>> {
             ));
         }
     }
-    if missing.is_empty() && !has_shared_chains {
+    // If rules are missing, their sentences are enough.
+    if missing.is_empty() && !leads_to_checks {
         missing.push(format!("nft chain {TABLE} {POSTROUTING} does not lead to {CHECKS}"));
     }
     Ok(missing)

@@ -120,8 +120,9 @@ impl IdRules {
         let mut chains = BTreeMap::new();
         for chain in nft.chains(TABLE)? {
             let Some(name) = chain.name.strip_prefix(CHAIN_PREFIX) else { continue };
-            // A name that ends in "-mac" is that of the second chain of an ID, or of the first
-            // chain of an ID that itself ends in "-mac".
+            // An ID whose chain has no jump is listed too. A name that ends in "-mac" is that of
+            // the second chain of an ID, or of the first chain of an ID that itself ends in "-mac"
+            // and that a jump names.
             if !jumps.contains_key(&Id(name.to_owned())) {
                 jumps.entry(Id(name.strip_suffix(MAC_SUFFIX).unwrap_or(name).to_owned())).or_default();
             }
@@ -181,6 +182,7 @@ impl IdRules {
     fn find_owner_with_link(&self, except: Option<&str>) -> Result<Option<SpoofOwner>> {
         for owner in self.owners() {
             let Some(name) = owner.host_veth.as_deref().filter(|name| Some(*name) != except) else { continue };
+            // Opened only for an owner to check: mostly there is none.
             let netlink = Netlink::open()?;
             if let Some(link) = netlink.find_link(name)?
                 && !netlink.peer_is_gone(&link)?
@@ -311,6 +313,8 @@ impl SpoofCheck {
         let id = Id::new(&attachment.container_id, &attachment.ifname);
         let mut other = None;
         engine::change_by_handle(&mut self.nft, |nft, batch| {
+            // Not `find_by_chains`: a jump with this ID's comment can lead to the chain of another
+            // ID.
             let rules = IdRules::find(nft, &id)?;
             other = find_other(&rules);
             if other.is_none() {
@@ -325,17 +329,17 @@ impl SpoofCheck {
     /// plugin do not name their network: they are only removed if their interface does not exist.
     ///
     /// # Errors
-    /// The rules or the interfaces cannot be read, or a rule cannot be removed. The others are
-    /// still removed.
+    /// The rules or the interfaces cannot be read, or a rule or chain cannot be removed. If a chain
+    /// is in use, the others are still removed.
     pub fn gc(&mut self, network: &str, valid: &ValidAttachments) -> Result<()> {
-        let valid: BTreeSet<Id> = valid.iter().map(|(container_id, ifname)| Id::new(container_id, ifname)).collect();
+        let valid_ids: BTreeSet<Id> = valid.iter().map(|(id, ifname)| Id::new(id, ifname)).collect();
         engine::change_by_handle(&mut self.nft, |nft, batch| {
             let ids = IdRules::list(nft)?;
             if ids.is_empty() {
                 return Ok(());
             }
             let links: BTreeSet<String> = Netlink::open()?.list_links()?.into_iter().map(|link| link.name).collect();
-            let is_garbage = |rules: &&IdRules| rules.owner().is_garbage(network, &valid, &links);
+            let is_garbage = |rules: &&IdRules| rules.owner().is_garbage(network, &valid_ids, &links);
             IdRules::delete_all(ids.iter().filter(is_garbage), batch);
             Ok(())
         })
@@ -359,6 +363,7 @@ impl SpoofCheck {
                 "nft chain {TABLE} {PREROUTING} has no rule that sends frames from {host_veth} to {chain}"
             ));
         }
+        // The name and the expected rules of each of the two chains.
         for (chain, expected) in [(id.chain(), &[id.jump_to_mac_chain()][..]), (id.mac_chain(), &mac_rules(mac)[..])] {
             let rules = self.nft.rules(TABLE, &chain)?;
             if have_exprs(&rules, expected) {
