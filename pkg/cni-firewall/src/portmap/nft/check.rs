@@ -57,16 +57,16 @@ pub(in super::super) fn check(wanted: &Forwarding) -> Result<Option<Vec<String>>
     };
     let mut nft = Nft::open()?;
     let what = "failed to read the host ports in nftables";
-    let found = nft.read_at_once(what, Retries::Many, read)?;
+    let states = nft.read_at_once(what, Retries::Many, read)?;
     let has_own = |rules: &[ContainerRule]| rules.iter().any(|found| identity.owns(&found.listed.rule, &addresses));
-    if !found.iter().any(|family| has_own(&family.rules)) {
+    if !states.iter().any(|state| has_own(&state.rules)) {
         // The attachment may still have rules in a family in which no port is mapped.
         let all = nft.read_at_once(what, Retries::Many, |nft| rules_naming_container(nft, &identity))?;
         if !has_own(&all) {
             return Ok(None);
         }
     }
-    Ok(Some(found.iter().flat_map(|family| differences_in(family, &identity)).collect()))
+    Ok(Some(states.iter().flat_map(|state| differences_in(state, &identity)).collect()))
 }
 
 /// Returns the differences in one family.
@@ -86,7 +86,8 @@ fn differences_in(state: &FamilyState<'_>, identity: &Identity) -> Vec<String> {
     differences
 }
 
-/// Returns a sentence for each shared chain that is missing or lacks a jump.
+/// Returns a sentence for each shared chain that is missing or lacks a jump. With the rules of Go's
+/// plugin, the base chains may lack it.
 fn shared_chain_differences(shared: &Shared, own: &OwnRules<'_>) -> Vec<String> {
     let table = shape::table(shared.family);
     let mut differences = Vec::new();
@@ -109,7 +110,7 @@ fn mapping_differences(state: &FamilyState<'_>, identity: &Identity, own: &OwnRu
     let FamilyState { request, rules, .. } = state;
     let (chain, claims) = (format!("nft chain {} {HOSTPORTS}", shape::table(request.family)), &request.claims);
     let conditions = conditions::compile(request.conditions(), request.family);
-    // Whether an existing mapping is what the ADD writes for the claim `wanted`.
+    // Whether an existing mapping is what the ADD or Go's plugin writes for the claim `wanted`.
     let maps = |(claim, exprs): &(ClaimedPort, &[Expr]), wanted: &ClaimedPort| match &conditions {
         // Go's mappings have no conditions: it puts them into the base chains.
         Ok(_) if own.has_go_rules => claim == wanted,
@@ -127,17 +128,17 @@ fn mapping_differences(state: &FamilyState<'_>, identity: &Identity, own: &OwnRu
     }
     let to_other_addresses = mappings_to_other_addresses(rules, identity, &request.wanted.addresses());
     for claim in claims {
-        let first = first_mapping(rules, identity, claim);
-        differences.extend(
-            first.filter(|first| to_other_addresses.contains(first)).map(|first| {
-                format!("{chain} maps {claim} to {}, in a rule before the requested one", first.container)
-            }),
-        );
+        if let Some(first) = first_mapping(rules, identity, claim)
+            && to_other_addresses.contains(&first)
+        {
+            let address = first.container;
+            differences.push(format!("{chain} maps {claim} to {address}, in a rule before the requested one"));
+        }
     }
     for found in &own.mappings {
         let (claim, _) = found;
         // A mapping of a requested claim counts as requested even if its conditions differ.
-        if !claims.contains(claim) && !claims.iter().any(|wanted| maps(found, wanted)) {
+        if !claims.iter().any(|wanted| wanted == claim || maps(found, wanted)) {
             differences.push(format!("{chain} also maps {claim} to {}, which was not requested", claim.container));
         }
     }

@@ -70,7 +70,7 @@ impl Identity {
     }
 
     /// Adds the comment and the tags to a rule. `host_link` is the link on the host that has the
-    /// attachment's alias now.
+    /// attachment's alias now; the rule records only whether there is one.
     pub(super) fn sign(&self, rule: Rule, host_link: Option<&str>) -> Rule {
         // The second tag is TAG_HAD_LINK, which has no value.
         let used_bytes = comment_len(&self.comment) + tag_len(self.alias.len()) + tag_len(0);
@@ -162,27 +162,29 @@ impl ContainerRule {
 }
 
 /// Reads the rules of containers in one family that have one of these keys; other rules can be
-/// among them. `chains` are those that exist. To the chains `appended` the caller appends the rules
-/// that it does not find, so their index is enough; see [`Search`].
+/// among them. `chains` are the chains that exist; [`HOSTIP_HOSTPORTS`] may be left out. To the
+/// chains `extended` the caller appends the rules that it does not find, so an index of these
+/// chains is enough; see [`Search`].
 pub(super) fn read_rules(
     nft: &mut Nft,
     family: Family,
     chains: &[Chain],
     keys: &[Key],
-    appended: &[&str],
+    extended: &[&str],
 ) -> Result<Vec<ContainerRule>> {
     let (table, mut rules) = (shape::table(family), Vec::new());
     for name in CONTAINER_CHAINS {
         let listed = match chains.iter().find(|chain| chain.name == name) {
-            // It is short, because only older releases of Go add rules to it. So it is read without
-            // looking for it first, and needs no index.
+            // Read even if `chains` lacks this chain: a missing chain has no rules. The chain needs
+            // no index, because it is short: only older releases of Go add rules to it. If none of
+            // the other chains exists, this one does not either.
             _ if name == HOSTIP_HOSTPORTS && !chains.is_empty() => {
-                let mut listed = nft.rules(table, name)?;
-                listed.retain(|listed| shape::keys(listed).iter().any(|key| keys.contains(key)));
-                listed
+                let mut rules_of_chain = nft.rules(table, name)?;
+                rules_of_chain.retain(|listed| shape::keys(listed).iter().any(|key| keys.contains(key)));
+                rules_of_chain
             }
             Some(chain) => {
-                let purpose = if appended.contains(&name) { SearchFor::Append } else { SearchFor::Compare };
+                let purpose = if extended.contains(&name) { SearchFor::Append } else { SearchFor::Compare };
                 let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, purpose };
                 nft.rules_with_keys(table, chain, search)?
             }
@@ -194,16 +196,16 @@ pub(super) fn read_rules(
 }
 
 /// Reads the rules of one family that contain a wanted port or the container's address; other rules
-/// can be among them, because the bytes of rules are searched. For a caller that appends no rule:
-/// an index could not tell that the chain has none of them.
+/// can be among them, because the bytes of rules are searched. Uses no index: the kernel reports
+/// that an index lacks rules only to a caller that appends rules.
 pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Result<Vec<ContainerRule>> {
     // Mostly the chain does not exist, which one request shows. A list is read twice.
     if nft.find_chain(shape::table(request.family), HOSTPORTS)?.is_none() {
         return Ok(Vec::new());
     }
-    let octets = octets(request.container.address());
+    let address_bytes = octets(request.container.address());
     let ports: Vec<[u8; 2]> = request.claims.iter().map(|claim| claim.host_port.to_be_bytes()).collect();
-    read_rules_where(nft, request.family, |rule| has_any_pair(rule, &ports) || mentions(rule, &octets))
+    read_rules_where(nft, request.family, |rule| has_any_pair(rule, &ports) || mentions(rule, &address_bytes))
 }
 
 /// Reads the rules of containers in one family for which `is_wanted` is true, given the bytes of a
@@ -228,6 +230,7 @@ pub(super) fn rules_naming_container(nft: &mut Nft, identity: &Identity) -> Resu
     let (keys, mut rules) = ([Key::comment(&identity.comment)], Vec::new());
     for family in FAMILIES {
         let mut chains = Vec::new();
+        // `read_rules` does not need HOSTIP_HOSTPORTS in `chains`.
         for name in [HOSTPORTS, MASQUERADING] {
             chains.extend(nft.find_chain(shape::table(family), name)?);
         }

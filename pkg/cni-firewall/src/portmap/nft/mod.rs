@@ -56,15 +56,17 @@ struct FamilyState<'w> {
     rules: Vec<ContainerRule>,
 }
 
-/// Replaces the attachment's rules in one transaction. If a living container has a wanted port,
-/// fails and changes nothing. Mappings whose conditions [`conditions`] does not compile are written
-/// afterwards by the program `nft`.
+/// Replaces the attachment's rules, and removes those of dead containers that conflict with them,
+/// in one transaction. If a living container has a wanted port, fails and changes nothing. Mappings
+/// whose conditions [`conditions`] does not compile are written afterwards by the program `nft`.
+/// Sets `changed` to true if rules may have been changed, even on an error.
 pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed: &mut bool) -> Result<(), Refusal> {
     let wanted = search.wanted;
     let program_mappings = ProgramMappings::uncompiled(wanted)?;
     let identity = Identity::new(&wanted.attachment);
     let host_link = search.find_host_link(&wanted.attachment)?;
-    let appended: &[&str] = if wanted.snat == Snat::No { &[HOSTPORTS] } else { &[HOSTPORTS, MASQUERADING] };
+    // The chains to which `plan` appends rules.
+    let extended: &[&str] = if wanted.snat == Snat::No { &[HOSTPORTS] } else { &[HOSTPORTS, MASQUERADING] };
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         search.begin(SearchedTables::Written);
         // A family in which no port is mapped needs the chains and the masquerading too: Go's CHECK
@@ -73,7 +75,7 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
             // The rules of the container, those for its ports, and those that lead to its address.
             let mut keys = vec![Key::comment(&identity.comment), Key::address(request.container.address())];
             keys.extend(request.claims.iter().map(|claim| Key::port(claim.host_port)));
-            let state = FamilyState::read(nft, request, &keys, appended)?;
+            let state = FamilyState::read(nft, request, &keys, extended)?;
             if wanted.policy == Policy::RefuseIfAlive {
                 delete_rules(batch, dead_rules_among(&state.rules, &state.request, &identity, search)?);
             }
@@ -91,8 +93,8 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
     Ok(())
 }
 
-/// Searches the tables for an ADD that makes no rules in them. Removes the rules of dead containers
-/// that lead to the container's addresses.
+/// Searches the tables of nftables for an ADD that makes no rules in them. Removes the rules of
+/// dead containers that lead to the container's addresses.
 ///
 /// # Errors
 /// - A living container has a wanted port.
@@ -108,8 +110,9 @@ pub(super) fn search_other_tables(search: &mut ConflictSearch<'_>) -> Result<()>
         }
         Ok(())
     };
-    // Mostly there is nothing to remove. Then no transaction proves that the lists did not change
-    // while they were read, so each list is read until two readings agree.
+    // The first plan only shows whether there is anything to remove, and mostly there is not. No
+    // transaction proves that the lists did not change while this plan read them, so each list is
+    // read until two readings agree. `change` plans again, and commits.
     let mut removals = Batch::new();
     plan(&mut nft, &mut removals)?;
     let removal = if removals.is_empty() { Ok(()) } else { engine::change(&mut nft, plan) };
@@ -142,8 +145,8 @@ fn dead_rules_among<'r>(
         let rule = &found.listed.rule;
         let Some((claim, condition_count)) = shape::read_mapping(rule) else { continue };
         // Two attachments of one container do not conflict.
-        let is_own = rule.comment.as_deref() == Some(&identity.comment);
-        if is_own || !search.conflicts_with(&claim) {
+        let is_of_this_container = rule.comment.as_deref() == Some(&identity.comment);
+        if is_of_this_container || !search.conflicts_with(&claim) {
             continue;
         }
         let attachment = OwnerTag::of(rule).alias().and_then(AttachmentId::parse);
@@ -160,12 +163,13 @@ fn dead_rules_among<'r>(
         }
     }
     let address = Some(request.container.address());
+    // Until now `dead_rules` has only mappings.
     let dead_mappings = dead_rules.iter().copied().map(|found| &found.listed.rule);
-    let dead_here: Vec<&Rule> = dead_mappings.filter(|rule| shape::container(rule) == address).collect();
+    let dead_to_address: Vec<&Rule> = dead_mappings.filter(|rule| shape::container(rule) == address).collect();
     for found in rules.iter().filter(|found| found.chain == MASQUERADING) {
         // The masquerading rules of a container have the comment and the tags of its mappings.
         let rule = &found.listed.rule;
-        let is_of_dead = dead_here.iter().any(|dead| dead.comment == rule.comment && dead.tags == rule.tags);
+        let is_of_dead = dead_to_address.iter().any(|dead| dead.comment == rule.comment && dead.tags == rule.tags);
         if is_of_dead && shape::container(rule) == address {
             dead_rules.push(found);
         }
@@ -181,10 +185,10 @@ fn mappings_to_other_addresses(rules: &[ContainerRule], identity: &Identity, add
 
 impl<'w> FamilyState<'w> {
     /// Reads what exists for the request: of the rules of containers, those that [`read_rules`]
-    /// returns for `keys` and `appended`.
-    fn read(nft: &mut Nft, request: FamilyRequest<'w>, keys: &[Key], appended: &[&str]) -> Result<FamilyState<'w>> {
+    /// returns for `keys` and `extended`.
+    fn read(nft: &mut Nft, request: FamilyRequest<'w>, keys: &[Key], extended: &[&str]) -> Result<FamilyState<'w>> {
         let shared = Shared::read(nft, request.family, request.wanted.snat)?;
-        let rules = read_rules(nft, request.family, &shared.chains, keys, appended)?;
+        let rules = read_rules(nft, request.family, &shared.chains, keys, extended)?;
         Ok(FamilyState { request, shared, rules })
     }
 
@@ -230,8 +234,9 @@ fn mapping_rules(request: &FamilyRequest<'_>) -> Vec<Vec<Expr>> {
 ///
 /// For one attachment, a rule that names only the container is removed if it leads to one of the
 /// attachment's known addresses: those of the filter, and those in the rules that name the
-/// attachment. If no address of its family is known, it is removed in any case, as by Go's plugin,
-/// unless the filter has [`Untagged::Covering`].
+/// attachment. If no address of the rule's family is known, the rule is removed in any case, as by
+/// Go's plugin. Exceptions: the filter has [`Untagged::Covering`], or a rule of the other family
+/// that names only the container leads to an unknown address, so there is another attachment.
 ///
 /// For garbage, a rule that names only the container is removed if all rules that name a network
 /// and have its container and address are garbage. Others stay, such as those of Go's plugin. If
@@ -270,23 +275,26 @@ fn select_one(mut rules: Vec<ContainerRule>, identity: &Identity, untagged: Unta
     let mut known = untagged.addresses().to_vec();
     let named = rules.iter().map(|found| &found.listed.rule);
     known.extend(named.filter(|rule| identity.ownership_of(rule) == Ownership::This).filter_map(shape::container));
-    let is_known = |family: Family| {
+    // Whether a rule of this family that names only the container must lead to a known address.
+    let is_limited = |family: Family| {
         untagged.addresses_in(family).is_some() || known.iter().any(|address| Family::of(*address) == family)
     };
-    // A rule to another address of a known family shows that the container has another attachment.
-    // Then addresses of the other family select no rule that names only the container.
+    // A rule of such a family that leads to an unknown address shows that the container has another
+    // attachment. Then the rules of the other family must lead to a known address too: they may
+    // belong to that attachment.
     let has_other_attachment =
-        rules.iter().any(|found| is_known(found.family) && identity.leads_elsewhere(&found.listed.rule, &known));
+        rules.iter().any(|found| is_limited(found.family) && identity.leads_elsewhere(&found.listed.rule, &known));
     rules.retain(|found| {
-        let addresses: &[IpAddr] = if is_known(found.family) || has_other_attachment { &known } else { &[] };
+        // Without addresses, `owns` compares only the container.
+        let addresses: &[IpAddr] = if is_limited(found.family) || has_other_attachment { &known } else { &[] };
         identity.owns(&found.listed.rule, addresses)
     });
     rules
 }
 
 /// Returns the rules that [`purge`] removes as garbage, of all `rules`. `filter` selects the
-/// attachments that are not `valid`. Adds a remark for each mapping that stays because its rule
-/// names no network.
+/// attachments that are not `valid`. Adds a remark for each mapping that stays because no rule
+/// shows its network, unless its container has a valid attachment.
 fn select_garbage(
     mut rules: Vec<ContainerRule>,
     filter: AttachmentFilter<'_>,
@@ -305,19 +313,20 @@ fn select_garbage(
     // garbage.
     let mut owners: BTreeMap<(String, IpAddr), bool> = BTreeMap::new();
     for ContainerRule { listed, .. } in &rules {
-        if let Some(is_garbage) = is_garbage(&listed.rule)
+        if let Some(this_is_garbage) = is_garbage(&listed.rule)
             && let Some(key) = container_and_address(&listed.rule)
         {
-            *owners.entry(key).or_insert(true) &= is_garbage;
+            *owners.entry(key).or_insert(true) &= this_is_garbage;
         }
     }
     let valid_comments: BTreeSet<String> = valid.iter().map(|(id, _)| identity::comment(id)).collect();
     rules.retain(|found| {
         let rule = &found.listed.rule;
-        if let Some(is_garbage) = is_garbage(rule) {
-            return is_garbage;
+        if let Some(this_is_garbage) = is_garbage(rule) {
+            return this_is_garbage;
         }
-        let all_are_garbage = container_and_address(rule).and_then(|key| owners.get(&key));
+        // `None` if no rule that names a network has this container and address.
+        let all_are_garbage = container_and_address(rule).and_then(|key| owners.get(&key).copied());
         if all_are_garbage.is_none()
             && !rule.comment.as_ref().is_some_and(|comment| valid_comments.contains(comment))
             && let Some(claim) = found.claim()
@@ -328,7 +337,7 @@ fn select_garbage(
                  removed, because it may belong to another network",
             ));
         }
-        all_are_garbage == Some(&true)
+        all_are_garbage == Some(true)
     });
     rules
 }

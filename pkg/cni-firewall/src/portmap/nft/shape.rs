@@ -130,6 +130,8 @@ pub(crate) fn read_mapping(rule: &Rule) -> Option<(ClaimedPort, usize)> {
         _ => return None,
     };
     let (mut host_ip, mut condition_count) = (None, protocol_at);
+    // The first expression of `daddr` only loads the packet's destination address. It is the same
+    // for all addresses of a family.
     if let Some((address_bytes, address_at)) = compared_before(exprs, protocol_at)
         && exprs.get(address_at) == expr::daddr(container.ip()).first()
         && let Some(address) = from_octets(address_bytes)
@@ -200,8 +202,9 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// Reads them. With [`Snat::No`], [`MASQUERADING`] need not exist. Fails if a base chain that
-    /// is needed exists with another type, hook or priority.
+    /// Reads the shared chains of the family and their rules. With [`Snat::No`], [`MASQUERADING`]
+    /// need not exist. Fails if a base chain that is needed exists with another type, hook or
+    /// priority.
     pub(super) fn read(nft: &mut Nft, family: Family, snat: Snat) -> Result<Shared> {
         let table = table(family);
         let (chains, missing_chains, missing_rules) = Default::default();
