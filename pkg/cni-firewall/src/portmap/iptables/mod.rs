@@ -29,8 +29,10 @@ use removal::{delete_rules, plan_displacement};
 pub(super) use removal::{purge, search_other_tables};
 use shape::{DNAT, MASQ, RuleGroup, SETMARK, can_match_any};
 
-/// Writes the attachment's rules: IPv4, then IPv6. Both families are checked for living holders of
-/// the ports before either is changed.
+/// Writes the attachment's rules and removes those of dead containers that conflict with them:
+/// IPv4, then IPv6. Both families are checked for living holders of the ports before either is
+/// changed. A family in which no port is mapped comes last, and gets a chain without mappings. Sets
+/// `changed` to true if rules may have been changed, even on an error.
 ///
 /// # Errors
 /// - A living container has a wanted port. It can have taken the port after the first family was
@@ -80,7 +82,8 @@ fn plan_family(
         plan_displacement(nat, request, &candidate_jumps, search, &mut edit)?;
     }
     plan_shared_rules(nat, request.wanted, &mut edit)?;
-    search.remark_older_mappings(plan_own_rules(nat, request, &candidate_jumps, host_link, &mut edit)?);
+    let older_mappings = plan_own_rules(nat, request, &candidate_jumps, host_link, &mut edit)?;
+    search.remark_older_mappings(older_mappings);
     Ok(edit)
 }
 
@@ -95,7 +98,7 @@ fn is_own(group: &RuleGroup<'_>, wanted: &Forwarding) -> bool {
 }
 
 /// Returns the rules of a shared chain with these words: more than one if there are duplicates.
-fn find_shared_rule(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Result<Vec<Rule>> {
+fn find_shared_rules(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Result<Vec<Rule>> {
     // The target is the last word, or MARK before its option.
     let target = words.iter().skip_while(|word| *word != "-j").nth(1).map_or("", String::as_str);
     nat.find_rules(chain, &[Part::Target(target)], SearchFor::Compare, |rule| rule.matches(words))
@@ -111,7 +114,7 @@ fn plan_shared_rules(nat: &mut Chains<'_>, wanted: &Forwarding, edit: &mut Edit)
         }
     }
     for (chain, words) in rules {
-        let existing = find_shared_rule(nat, chain, &words)?;
+        let existing = find_shared_rules(nat, chain, &words)?;
         if !existing.is_empty() {
             for duplicate in &existing[1..] {
                 edit.delete(chain, duplicate);
@@ -217,7 +220,7 @@ fn jumps_to(nat: &mut Chains<'_>, chain: &str, retries: Retries) -> Result<Vec<R
 pub(super) fn check(store: &Store<'_>, wanted: &Forwarding) -> Result<Option<Vec<String>>> {
     let chain = shape::chain_name(&wanted.attachment);
     let mut iptables = store.open(OnSigterm::Kill)?;
-    let (mut is_found, mut differences) = (false, Vec::new());
+    let (mut has_chain, mut differences) = (false, Vec::new());
     for request in wanted.families() {
         let mut by_variant = Vec::new();
         for variant in iptables.variants_to_search(request.family, &[&chain])? {
@@ -226,7 +229,7 @@ pub(super) fn check(store: &Store<'_>, wanted: &Forwarding) -> Result<Option<Vec
                 by_variant.push(differences_in(&mut nat, &request)?);
             }
         }
-        is_found |= !by_variant.is_empty();
+        has_chain |= !by_variant.is_empty();
         let shortest = by_variant.into_iter().min_by_key(Vec::len);
         let found = shortest.unwrap_or_else(|| vec![format!("chain {chain} is missing")]);
         let name = program_prefix(request.family);
@@ -235,15 +238,15 @@ pub(super) fn check(store: &Store<'_>, wanted: &Forwarding) -> Result<Option<Vec
     // The container may still have its chain in a family in which no port is mapped.
     let is_unmapped = |family: &Family| wanted.families().all(|request| request.family != *family);
     for family in FAMILIES.into_iter().filter(is_unmapped) {
-        if is_found {
+        if has_chain {
             break;
         }
         for variant in iptables.variants_to_search(family, &[&chain])? {
             // iptables-nft is among the variants only if it has the chain.
-            is_found |= variant == Variant::Nft || iptables.read(family, variant)?.has_chain(&chain)?;
+            has_chain |= variant == Variant::Nft || iptables.read(family, variant)?.has_chain(&chain)?;
         }
     }
-    Ok(is_found.then_some(differences))
+    Ok(has_chain.then_some(differences))
 }
 
 /// Returns the differences in one table: missing rules, older mappings of this container that take
@@ -253,7 +256,7 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
     let mut differences = Vec::new();
     let chain = shape::chain_name(&wanted.attachment);
     for (shared_chain, words) in shape::shared_rules(wanted) {
-        if find_shared_rule(nat, shared_chain, &words)?.is_empty() {
+        if find_shared_rules(nat, shared_chain, &words)?.is_empty() {
             differences.push(format!("chain {shared_chain} lacks `{}`", words.join(" ")));
         }
     }
@@ -262,8 +265,9 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
     let groups = shape::groups(chain_rules);
     let (own, others): (Vec<_>, Vec<_>) = groups.into_iter().partition(|group| is_own(group, wanted));
     let unmarked: Vec<_> = others.into_iter().filter(|group| group.marker.is_none()).collect();
-    // Unmarked rules for another address count too: one can be the rule that marks connections to a
-    // port, because Go makes that rule only once, with the first address.
+    // Rules without a marker count too, even for another address: one can be the rule that jumps to
+    // `SETMARK` or to the configured chain. Go makes that rule only once for a port, with the first
+    // address.
     let accepted_rules: Vec<&Rule> = own.iter().chain(&unmarked).flat_map(|group| group.rules).collect();
     let unmarked_claims: Vec<ClaimedPort> = unmarked.iter().filter_map(|group| group.claim).collect();
     for claim in claims {
@@ -277,7 +281,7 @@ fn differences_in(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<V
         }
         // The first rule for the port takes precedence, even if it leads to another address.
         let first = chain_rules.iter().filter_map(shape::read_claim).find(|found| found.overlaps(claim));
-        if let Some(first) = first.filter(|first| unmarked_claims.contains(first)) {
+        if let Some(first) = first.filter(|found| unmarked_claims.contains(found)) {
             differences
                 .push(format!("chain {chain} maps {claim} to {}, in a rule before the requested one", first.container));
         }

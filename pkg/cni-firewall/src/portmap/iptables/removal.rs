@@ -34,10 +34,11 @@ fn jump_owner(jump: &Rule) -> Option<JumpOwner<'_>> {
 ///
 /// Rules made by these plugins name their attachment in a marker. The rules of Go's plugin have
 /// only the network and the container ID, in the comments of the jumps to their chain:
-/// - For one attachment they stay if addresses of their family are known and they lead to another
-///   one.
-/// - As garbage they are removed if such comments exist, and all name the network and a container
-///   without a valid attachment.
+/// - For one attachment, Go's rules in its container's chain are removed. Exceptions: the rules
+///   lead to an address that [`Untagged::addresses_in`] excludes, or all these comments name other
+///   containers.
+/// - As garbage, Go's rules are removed if such comments exist, and all name the network and a
+///   container without a valid attachment.
 pub(in super::super) fn purge(
     store: &Store<'_>,
     filter: AttachmentFilter<'_>,
@@ -54,7 +55,7 @@ pub(in super::super) fn purge(
             let is_selected = filter.selector(ALIAS);
             let valid_containers: BTreeSet<&str> = valid.iter().map(|(container_id, _)| container_id).collect();
             let is_garbage_owner =
-                |(of, container_id): &JumpOwner<'_>| *of == network && !valid_containers.contains(container_id);
+                |(of_network, id): &JumpOwner<'_>| *of_network == network && !valid_containers.contains(id);
             let is_garbage = |group: &RuleGroup<'_>, owners: &[JumpOwner<'_>]| match group.alias() {
                 Some(alias) => is_selected(alias),
                 None => !owners.is_empty() && owners.iter().all(is_garbage_owner),
@@ -72,6 +73,7 @@ fn plan_removal_of_one(
     untagged: Untagged<'_>,
     claims: &mut BTreeSet<ClaimedPort>,
 ) -> Result<Edit> {
+    // The addresses to one of which a rule of Go's plugin must lead; `None` if it may lead to any.
     let known = untagged.addresses_in(nat.family());
     let is_removed = |group: &RuleGroup<'_>, owners: &[JumpOwner<'_>]| match group.alias() {
         Some(alias) => alias == attachment.alias(),
@@ -116,10 +118,10 @@ pub(super) fn plan_garbage(
     if chains.is_empty() {
         return Ok(edit);
     }
-    let jumps = nat.rules_by_target(DNAT)?;
+    let jumps_by_chain = nat.rules_by_target(DNAT)?;
     for chain in chains {
         let Some(content) = nat.chain(&chain)? else { continue };
-        let jumps = jumps.get(&chain).map_or(&[][..], Vec::as_slice);
+        let jumps = jumps_by_chain.get(&chain).map_or(&[][..], Vec::as_slice);
         claims.extend(plan_removal_from(&mut edit, (&chain, content), jumps, &is_garbage));
     }
     Ok(edit)
@@ -142,9 +144,12 @@ fn plan_removal_from(
     removed.iter().filter_map(|group| group.claim).collect()
 }
 
-/// Searches the tables in which the ADD makes no rules for rules of other containers: those of both
-/// variants or, if the ADD makes its rules in iptables (`written`), those of the other variant.
-/// Removes rules of dead containers that lead to the container's addresses.
+/// Searches the tables in which the ADD makes no rules for rules of other containers. Removes those
+/// of dead containers that lead to the container's addresses. `written` is the backend in which the
+/// ADD makes its rules; `None` if it makes none.
+///
+/// In a family in which a port is mapped, searches both variants, except the one that the ADD
+/// writes. In any other family, searches only iptables-nft.
 ///
 /// # Errors
 /// - A living container has a wanted port.
@@ -194,6 +199,8 @@ fn search_table(
         plan_displacement(nat, request, &jumps, search, &mut edit)?;
         Ok(edit)
     };
+    // The first plan only shows whether there is anything to remove, and mostly there is not.
+    // `change` plans again, under the lock.
     let edit = plan(&mut iptables.read(request.family, variant)?, search)?;
     let mut removal = Ok(());
     if !edit.is_empty() {
@@ -267,11 +274,11 @@ fn plan_displacement_in_chain(
     }
     // A marker is removed with the last of its mappings. One that never had a mapping, which an ADD
     // writes in a family in which no port is mapped, is kept.
-    let has_marker = |group: &RuleGroup<'_>, marker| !group.is_marker() && group.marker == marker;
+    let is_mapping_of = |group: &RuleGroup<'_>, marker| !group.is_marker() && group.marker == marker;
     let (unused_markers, kept): (Vec<RuleGroup<'_>>, Vec<RuleGroup<'_>>) = kept.iter().partition(|group| {
         group.is_marker()
-            && displaced.iter().any(|other| has_marker(other, group.marker))
-            && !kept.iter().any(|other| has_marker(other, group.marker))
+            && displaced.iter().any(|other| is_mapping_of(other, group.marker))
+            && !kept.iter().any(|other| is_mapping_of(other, group.marker))
     });
     delete_groups(edit, (chain, content), &jumps, &[unused_markers, displaced].concat(), &kept);
     Ok(())
@@ -304,8 +311,8 @@ fn holder_of(
 }
 
 /// Adds to `edit` the removal of the rules `removed` of a chain, of the `jumps` to the chain that
-/// no rule of `kept` needs, and of the chain if `kept` is empty. Changes nothing if `removed` is
-/// empty.
+/// no rule of `kept` needs, and of the chain if `kept` is empty. Rules that do not show their owner
+/// are removed only with the whole chain. Changes nothing if `removed` is empty.
 fn delete_groups(
     edit: &mut Edit,
     (chain, content): (&str, &Chain),
@@ -324,9 +331,9 @@ fn delete_groups(
         return;
     }
     let kept_claims: Vec<ClaimedPort> = kept.iter().filter_map(|group| group.claim).collect();
-    // Rules without a marker and an address may be of an attachment in `kept`, so they are removed
-    // only with the whole chain, above. Their jumps are those that no kept rule needs: without
-    // them, no packet reaches these rules.
+    // Rules that have neither a marker nor an address may be of an attachment in `kept`, so they
+    // stay. The jumps that only these rules need are removed below: without them, no packet reaches
+    // these rules.
     let with_owner = removed.iter().filter(|group| group.shows_owner());
     delete_rules(edit, chain, with_owner.flat_map(|group| group.rules), &kept_claims);
     // A mapping with an unknown claim may need any of the jumps.
@@ -339,9 +346,9 @@ fn delete_groups(
 }
 
 /// Adds to `edit` the removal of these rules of a chain, except those that mark connections to a
-/// port in `kept_claims`: Go makes such a rule only once for all addresses of a container, and
-/// iptables-legacy, which does not number rules, would remove the first rule with the same words,
-/// perhaps one that is kept.
+/// port in `kept_claims`. Kept mappings may need these: Go makes such a rule only once for all
+/// addresses of a container. And iptables-legacy, which does not number rules, would remove the
+/// first rule with the same words, perhaps one that is kept.
 pub(super) fn delete_rules<'r>(
     edit: &mut Edit,
     chain: &str,
@@ -350,8 +357,8 @@ pub(super) fn delete_rules<'r>(
 ) {
     for rule in rules {
         let (protocol, port) = (rule.value("-p"), rule.value("--dport").and_then(|port| port.parse().ok()));
-        let is_of = |kept: &ClaimedPort| protocol == Some(kept.protocol.name()) && port == Some(kept.host_port);
-        if rule.target() == Some("DNAT") || !kept_claims.iter().any(is_of) {
+        let has_port_of = |kept: &ClaimedPort| protocol == Some(kept.protocol.name()) && port == Some(kept.host_port);
+        if rule.target() == Some("DNAT") || !kept_claims.iter().any(has_port_of) {
             edit.delete(chain, rule);
         }
     }

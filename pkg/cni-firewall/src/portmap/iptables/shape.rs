@@ -121,8 +121,8 @@ pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<Rule
     let (comment, chain) = (comment(&wanted.attachment), chain_name(&wanted.attachment));
     let mut jumps = Vec::new();
     for (protocol, all_ports) in ports_by_protocol {
-        for ports in all_ports.chunks(PORTS_MAX) {
-            let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
+        for chunk in all_ports.chunks(PORTS_MAX) {
+            let ports: Vec<String> = chunk.iter().map(u16::to_string).collect();
             let mut jump = words(["-p", protocol.name(), "-m", "comment", "--comment", &comment]);
             jump.extend(words(["-m", "multiport", "--dports", &ports.join(",")]));
             jump.extend_from_slice(conditions);
@@ -137,6 +137,7 @@ pub(super) fn jump_rules(wanted: &Forwarding, conditions: &[String]) -> Vec<Rule
 /// unknown form: such a jump can match any port.
 fn jump_ports(jump: &Rule) -> Vec<u16> {
     let ports = jump.value("--dports").unwrap_or_default();
+    // Empty if any item is not a number: without the option, or for a range of ports.
     ports.split(',').map(str::parse).collect::<Result<_, _>>().unwrap_or_default()
 }
 
@@ -167,7 +168,7 @@ pub(super) fn jump_keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
 }
 
 /// Returns the keys of a rule of [`DNAT`], its ports and its target; none for a rule that can match
-/// any port.
+/// any port or has no target, so that every search returns such a rule.
 fn jump_keys(family: Family, listed: &Listed) -> Vec<Key> {
     let rule = rule_in_words(family, listed);
     let Some(target) = rule.target() else { return Vec::new() };
@@ -281,13 +282,13 @@ impl<'r> RuleGroup<'r> {
 }
 
 /// Splits a container's chain into groups. An empty chain gives one empty group.
-pub(super) fn groups(rules: &[Rule]) -> Vec<RuleGroup<'_>> {
-    if rules.is_empty() {
-        return vec![RuleGroup { marker: None, claim: None, rules }];
+pub(super) fn groups(chain_rules: &[Rule]) -> Vec<RuleGroup<'_>> {
+    if chain_rules.is_empty() {
+        return vec![RuleGroup { marker: None, claim: None, rules: chain_rules }];
     }
     let mut groups = Vec::new();
     // Every section except perhaps the first begins with a marker.
-    for section in rules.chunk_by(|_, next| !is_marker(next)) {
+    for section in chain_rules.chunk_by(|_, next| !is_marker(next)) {
         let (markers, mappings) = section.split_at(usize::from(is_marker(&section[0])));
         let marker = markers.first();
         if marker.is_some() {
