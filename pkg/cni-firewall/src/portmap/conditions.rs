@@ -68,7 +68,9 @@ impl<'w> Reader<'w> {
         parse(token).ok_or_else(|| token.to_owned())
     }
 
-    /// Compiles the next condition.
+    /// Compiles the next condition, which is one line of the subset in the module's documentation.
+    /// Rules of one family cannot match addresses of the other, so only the keyword of `family` is
+    /// accepted.
     fn condition(&mut self, family: Family) -> Result<Vec<Expr>, String> {
         let has_meta = self.skip_any(&["meta"]);
         let ip_keyword = match family {
@@ -81,11 +83,11 @@ impl<'w> Reader<'w> {
             "oifname" => self.comparison(|reader| reader.interface(MetaKey::OIFNAME)),
             "mark" => self.mark(),
             _ if token == ip_keyword && !has_meta => {
-                let match_address: fn(IpAddr) -> Vec<Expr> = self.parse_next(|token| match token {
-                    "saddr" => Some(expr::saddr as _),
-                    "daddr" => Some(expr::daddr as _),
-                    _ => None,
-                })?;
+                let match_address: fn(IpAddr) -> Vec<Expr> = match self.next() {
+                    "saddr" => expr::saddr,
+                    "daddr" => expr::daddr,
+                    other => return Err(other.to_owned()),
+                };
                 self.comparison(|reader| reader.address(match_address, family))
             }
             _ => match Protocol::ALL.into_iter().find(|protocol| protocol.name() == token) {
@@ -110,19 +112,20 @@ impl<'w> Reader<'w> {
     }
 
     /// Compiles an interface name, with or without quotes. `eth*` matches all names that begin with
-    /// `eth`; any other name is compared with the NULs that pad it in the kernel.
+    /// `eth`; any other name is compared with the NULs that pad it in the kernel. `key` selects the
+    /// incoming or the outgoing interface.
     fn interface(&mut self, key: MetaKey) -> Result<Vec<Expr>, String> {
         self.parse_next(|token| {
             let name = token.strip_prefix('"').and_then(|token| token.strip_suffix('"')).unwrap_or(token);
-            let (beginning, is_whole) = match name.strip_suffix('*') {
+            let (text, is_whole) = match name.strip_suffix('*') {
                 Some(beginning) => (beginning, false),
                 None => (name, true),
             };
             let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.@".contains(&byte);
-            if beginning.is_empty() || beginning.len() >= libc::IFNAMSIZ || !beginning.bytes().all(is_plain) {
+            if text.is_empty() || text.len() >= libc::IFNAMSIZ || !text.bytes().all(is_plain) {
                 return None;
             }
-            let mut data = beginning.as_bytes().to_vec();
+            let mut data = text.as_bytes().to_vec();
             if is_whole {
                 data.resize(libc::IFNAMSIZ, 0);
             }
@@ -130,22 +133,22 @@ impl<'w> Reader<'w> {
         })
     }
 
-    /// Compiles an address or a prefix. `match_address`, which is [`expr::saddr`] or
+    /// Compiles `ADDRESS[/LENGTH]`. `match_address`, which is [`expr::saddr`] or
     /// [`expr::daddr`], returns the match for one address.
     fn address(&mut self, match_address: fn(IpAddr) -> Vec<Expr>, family: Family) -> Result<Vec<Expr>, String> {
         self.parse_next(|token| {
-            let (address, prefix) = match token.split_once('/') {
-                Some((address, prefix)) => (address, Some(prefix.parse::<u8>().ok()?)),
+            let (address_text, given_length) = match token.split_once('/') {
+                Some((text, length)) => (text, Some(length.parse::<u8>().ok()?)),
                 None => (token, None),
             };
-            let address: IpAddr = address.parse().ok()?;
+            let address: IpAddr = address_text.parse().ok()?;
             let bits = if address.is_ipv4() { 32 } else { 128 };
-            let prefix = prefix.unwrap_or(bits);
-            if Family::of(address) != family || prefix > bits {
+            let length = given_length.unwrap_or(bits);
+            if Family::of(address) != family || length > bits {
                 return None;
             }
             let exprs = match_address(address);
-            Some(if prefix < bits { expr::masked(exprs, prefix) } else { exprs })
+            Some(if length < bits { expr::masked(exprs, length) } else { exprs })
         })
     }
 
@@ -165,10 +168,12 @@ impl<'w> Reader<'w> {
 
     /// Compiles the rest of `PROTOCOL sport [==|!=] PORT`.
     fn source_port(&mut self, protocol: Protocol) -> Result<Vec<Expr>, String> {
+        // Fails unless the next token is `sport`.
         self.parse_next(|token| (token == "sport").then_some(()))?;
         self.comparison(|reader| {
             let port: u16 = reader.parse_next(|token| token.parse().ok())?;
             let mut exprs = expr::l4proto(protocol.number());
+            // The source port in the header of TCP, UDP or SCTP.
             exprs.push(Expr::Payload { base: Base::TRANSPORT, offset: 0, len: 2, to: Reg::R1 });
             exprs.push(Expr::Cmp { op: CmpOp::EQ, reg: Reg::R1, data: port.to_be_bytes().to_vec() });
             Ok(exprs)

@@ -5,8 +5,8 @@
 //! to the address of the ADD's container. The rule may name the network and the alias of its
 //! attachment, and record that a link on the host had this alias when the rule was made. The first
 //! of these cases that applies decides:
-//! - The rule leads to the address of this ADD and names the network of this ADD: the container is
-//!   *dead*, because a network gives an address to one container at a time.
+//! - The rule leads to the address of this ADD, names the network of this ADD and records no link:
+//!   the container is *dead*, because a network gives an address to one container at a time.
 //! - The rule leads to another address, and its conditions differ from those of the ADD: *unknown*.
 //!   Both containers may have the port.
 //! - A link had the alias, and the rule has the whole alias: *dead* if no link has it now.
@@ -172,11 +172,11 @@ impl<'w> ConflictSearch<'w> {
         if self.wanted.policy == Policy::Ignore {
             return;
         }
-        for older in older {
-            if self.is_wanted_port(&older) {
-                let address = older.container;
+        for claim in older {
+            if self.is_wanted_port(&claim) {
+                let address = claim.container;
                 self.remark(format_args!(
-                    "{older} is mapped to {address} by older rules of this container, which may take precedence until \
+                    "{claim} is mapped to {address} by older rules of this container, which may take precedence until \
                      they are removed"
                 ));
             }
@@ -223,9 +223,13 @@ impl<'w> ConflictSearch<'w> {
                 self.remark(format_args!("{holder}, which no longer exists: its rule was displaced"));
                 return Ok(true);
             }
+            // Also a dead holder, if the ADD makes no rules in these tables: DEL or GC removes its
+            // rule.
             Liveness::Dead | Liveness::Unknown if has_wanted_port => {
                 self.remark(format_args!("{holder} already, and that rule may take precedence until it is removed"))
             }
+            // The holder is unknown: without a wanted port, the rule leads to this container, and a
+            // dead holder of such a rule is handled above.
             Liveness::Dead | Liveness::Unknown => self.remark(format_args!(
                 "{holder}, which may still exist: the rule was not removed, and may lead to this container"
             )),
@@ -240,8 +244,8 @@ impl<'w> ConflictSearch<'w> {
         let address = holder.claim.container.ip();
         let leads_here = wanted.is_container(address);
         let is_of_network = holder.network.as_deref() == Some(&wanted.attachment.network);
-        // A network gives an address to one container at a time, now to this one. The link shows
-        // that the configuration gives it to two.
+        // A network gives an address to one container at a time, now to this one. If the rule
+        // records a link, the cases below decide: a configuration can give one address to two.
         if leads_here && is_of_network && !holder.had_link {
             return Ok(Liveness::Dead);
         }
@@ -260,10 +264,8 @@ impl<'w> ConflictSearch<'w> {
                 None => Liveness::Dead,
             });
         }
-        if !leads_here {
-            return Ok(Liveness::Unknown);
-        }
-        Ok(if self.is_routed_only_here(address) { Liveness::Dead } else { Liveness::Unknown })
+        let is_dead = leads_here && self.is_routed_only_here(address);
+        Ok(if is_dead { Liveness::Dead } else { Liveness::Unknown })
     }
 
     /// Whether all routes of the host to this address lead to the attachment of the ADD. False if
@@ -277,8 +279,8 @@ impl<'w> ConflictSearch<'w> {
         is_only_here
     }
 
-    /// Returns the name of the link on the host that has the attachment's alias; `None` if no link
-    /// has it.
+    /// Returns the name of the attachment's link on the host, as [`Netlink::find_host_end`] finds
+    /// the link; `None` if there is none.
     pub(super) fn find_host_link(&mut self, attachment: &AttachmentId) -> Result<Option<String>> {
         Ok(self.host()?.find_host_end(attachment)?.map(|link| link.name))
     }

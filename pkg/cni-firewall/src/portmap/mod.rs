@@ -94,12 +94,13 @@ impl<'m> PortMap<'m> {
     /// Sets `changed` to the backend in which the attachment's rules may have been changed, even on
     /// an error: the caller then owes an [`undo`](PortMap::undo) if its ADD fails.
     ///
-    /// With [`Policy::RefuseIfAlive`], first removes stale rules to the container's addresses from
-    /// the tables that the backend does not write.
+    /// With [`Policy::RefuseIfAlive`], first removes the rules of dead containers (see
+    /// [`conflict`]) that lead to the container's addresses, from the tables that the backend does
+    /// not write.
     ///
     /// # Errors
-    /// See [`Refusal`]. If a port is taken, in any table, mostly nothing is written; with iptables
-    /// one family can be, if the port was taken meanwhile.
+    /// See [`Refusal`]. If a port is taken, in any table, no rule is added. Exception: if the port
+    /// was taken during the call, iptables can have the rules of IPv4 already.
     pub fn ensure(
         &self,
         wanted: &Forwarding,
@@ -121,7 +122,8 @@ impl<'m> PortMap<'m> {
             result => return result,
         };
         self.note(format_args!("nftables is used, because iptables does not work: {error}"));
-        // Removes the rules of the family in which iptables has not failed.
+        // Removes the rules of the family in which iptables has not failed. `take`: the caller then
+        // owes only an undo of what nftables changes.
         if changed.take().is_some()
             && let Err(error) = self.undo(wanted, Backend::Iptables)
         {
@@ -130,7 +132,9 @@ impl<'m> PortMap<'m> {
         self.ensure_in(Backend::Nftables, wanted, changed)
     }
 
-    /// Does [`ensure`](PortMap::ensure) in this backend.
+    /// Does [`ensure`](PortMap::ensure) in this backend. Converts the error to
+    /// [`Refusal::PortTaken`] if a living container has a wanted port, and to
+    /// [`Refusal::Unusable`] if the error shows that the host does not have the backend.
     fn ensure_in(
         &self,
         backend: Backend,
@@ -142,6 +146,7 @@ impl<'m> PortMap<'m> {
         if changed {
             *changed_backend = Some(backend);
         }
+        // The search has set `held` if it failed because of a living container.
         match (result, search.held) {
             (Err(_), Some(holder)) => Err(Refusal::PortTaken(holder)),
             (Err(Refusal::Failed(error)), None) if self.lacks_backend(backend, wanted, &error) => {
@@ -151,8 +156,10 @@ impl<'m> PortMap<'m> {
         }
     }
 
-    /// Does [`ensure`](PortMap::ensure) in this backend. If a living container has a wanted port,
-    /// fails and stores the container in `search`.
+    /// Searches the tables that `backend` does not write, unless conflicts are ignored, then writes
+    /// the rules in `backend`. Sets `changed` to true if the rules in `backend` may have been
+    /// changed, even on an error. If a living container has a wanted port, fails and stores the
+    /// container in `search.held`.
     fn ensure_unless_taken(
         &self,
         backend: Backend,
@@ -169,6 +176,7 @@ impl<'m> PortMap<'m> {
             Backend::Nftables => nft::ensure(&self.store, search, changed)?,
             Backend::Iptables => iptables::ensure(&self.store, search, changed)?,
         }
+        // The remarks about the tables of `backend`. Each search above has written its own.
         search.note_remarks();
         Ok(())
     }
@@ -179,18 +187,19 @@ impl<'m> PortMap<'m> {
         if backend == Backend::Nftables {
             return error.is_unsupported();
         }
-        // Rules of iptables-nft can be written over netlink, without the program. An error with an
-        // errno is the kernel's answer to that, and a missing program is not its cause.
-        // Neither is it the cause of the end of a wait.
+        // Rules of iptables-nft can be read and written over netlink, without a program: an error
+        // with an errno is the kernel's answer. The other two errors end a wait.
         if error.errno().is_some() || error.is_terminated() || error.is_deadline() {
             return false;
         }
         let Ok(iptables) = self.store.open(OnSigterm::Kill) else { return false };
+        // `Ok(None)`: no program of iptables is installed for the family.
         wanted.families().any(|request| matches!(iptables.chosen_variant(request.family), Ok(None)))
     }
 
     /// Undoes an [`ensure`](PortMap::ensure) that changed rules in `backend`: removes the
-    /// attachment's rules. Rules that `ensure` replaced stay lost.
+    /// attachment's rules, but does not delete tracked connections. Rules that `ensure` replaced
+    /// stay lost.
     ///
     /// # Errors
     /// As [`purge`](PortMap::purge).
@@ -203,8 +212,9 @@ impl<'m> PortMap<'m> {
         }
     }
 
-    /// Removes rules of removed containers that lead to the container's addresses from all tables,
-    /// for an ADD that maps no port. A failure is only a note.
+    /// Removes the rules of dead containers that lead to the container's addresses, for an ADD that
+    /// maps no port, unless conflicts are ignored. Searches nftables and iptables-nft; a search of
+    /// iptables-legacy would cost a process. A failure is only a note.
     pub fn remove_stale(&self, wanted: &Forwarding) {
         if wanted.policy == Policy::Ignore {
             return;
@@ -237,7 +247,7 @@ impl<'m> PortMap<'m> {
     /// # Errors
     /// The rules cannot be read.
     pub fn check(&self, wanted: &Forwarding, backend: Backend) -> Result<Option<Vec<String>>> {
-        let check_in = |backend| match backend {
+        let check_in = |searched| match searched {
             Backend::Nftables => nft::check(wanted),
             Backend::Iptables => iptables::check(&self.store, wanted),
         };
