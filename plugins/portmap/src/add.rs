@@ -1,7 +1,7 @@
 //! Implements ADD: determines addresses and ports, and writes the rules.
 //!
-//! The order is: checks that can fail, the rules, the sysctl `route_localnet`, and the deletion of
-//! tracked connections that older rules for the same ports have mapped elsewhere.
+//! The order is: the search for an interface without `route_localnet`, the rules, that sysctl, and
+//! the deletion of tracked connections that older rules for the same ports have mapped elsewhere.
 
 use cni::result::AddResult;
 use cni::rollback::Rollback;
@@ -15,6 +15,7 @@ use cni_linux::{Link, Netlink, sysctl};
 use crate::conf::Conf;
 
 /// Maps the configured ports to the addresses in `prev`, and pushes the undo onto `rollback`.
+/// Without a configured port or an address, only removes dead containers' rules to the addresses.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports.

@@ -29,7 +29,8 @@ pub(crate) fn check(call: &Call<'_>, conf: &Conf, prev: &AddResult) -> Result<()
     }
     check_rules(call, conf, &forwarding)?;
     let Some(link) = add::find_link_without_localnet(call, &forwarding) else { return Ok(()) };
-    // The kernel combines both by OR. kube-proxy sets the one for all interfaces.
+    // The link's own `route_localnet` is off. The kernel maps 127.0.0.1 if either that sysctl or
+    // the one of all interfaces is on. kube-proxy sets the latter.
     match sysctl::read(LOCALNET_OF_ALL) {
         Ok(value) if value == "1" => Ok(()),
         Ok(_) => {

@@ -3,7 +3,7 @@
 use cni::Result;
 use cni::skel::Call;
 use cni_firewall::Backend;
-use cni_firewall::portmap::Mapping;
+use cni_firewall::portmap::{Mapping, SetMark};
 
 use crate::conf::{Conf, FORBIDDEN_KEYWORDS, check_nft};
 
@@ -15,9 +15,9 @@ pub fn read(call: &Call<'_>) -> Result<()> {
     let conf = Conf::new(&call.conf)?;
     assert!(conf.mappings.iter().all(|mapping| mapping.host_port != 0 && mapping.container_port != 0));
     assert_eq!(Conf::valid_mappings(&call.conf), conf.mappings, "DEL must know what ADD has mapped");
-    assert!(
-        conf.backend != Some(Backend::Nftables) || !matches!(conf.set_mark, cni_firewall::portmap::SetMark::Chain(_))
-    );
+    if matches!(conf.set_mark, SetMark::Chain(_)) {
+        assert_ne!(conf.backend, Some(Backend::Nftables), "only iptables jumps to the configured chain");
+    }
     Ok(())
 }
 

@@ -102,8 +102,9 @@ impl Plugin for Portmap {
         }
     }
 
-    /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
-    /// `None` if the configuration has no mappings.
+    /// Returns what CHECK finds missing; empty if CHECK succeeds, `None` if the configuration has
+    /// no mappings. With [`RestoreMode::Write`], then writes the rules as ADD does if any are
+    /// missing.
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         let (conf, result) = read_request(call)?;
         if conf.mappings.is_empty() {

@@ -172,7 +172,8 @@ fn parse_set_mark(bit: Option<i64>, chain: Option<&str>) -> Result<SetMark> {
 }
 
 /// Returns the backend that the configuration names (`name`, empty if absent), or else the one that
-/// its options require; `None` if neither names one. `external_chain` is `externalSetMarkChain`.
+/// its options require; `None` if neither names one. `external_chain` is `externalSetMarkChain`;
+/// `v4` and `v6` are the conditions.
 ///
 /// # Errors
 /// Code 7 if the name is unknown, or if options contradict the name or each other.
@@ -188,10 +189,11 @@ fn required_backend(name: &str, external_chain: Option<&str>, v4: &[String], v6:
         ("conditionsV6", syntax_of(v6)),
     ];
     let options_of = |backend: Backend| {
-        let names = options.iter().filter(|(_, of)| *of == Some(backend)).map(|(name, _)| *name);
+        let names = options.iter().filter(|(_, required)| *required == Some(backend)).map(|(name, _)| *name);
         names.collect::<Vec<&str>>()
     };
-    // Go's plugin chooses by what the host has, and then refuses options of the other backend.
+    // If no backend is configured, the options decide. Go's plugin instead chooses by what the host
+    // has, and then refuses options of the other backend.
     let implied = [Backend::Iptables, Backend::Nftables].into_iter().find(|backend| !options_of(*backend).is_empty());
     let Some(chosen) = configured.or(implied) else { return Ok(None) };
     let (other, options_of_other) = (chosen.other(), options_of(chosen.other()));
@@ -231,6 +233,8 @@ pub(crate) fn check_nft(conditions: &[String]) -> Result<(), String> {
                 }
             }
         }
+        // In nft's language, `;` ends a rule, `#` begins a comment, `\` continues a line, `$` reads
+        // a variable, and `@` names a set or raw bytes.
         let has_forbidden = condition.chars().any(char::is_control) || condition.contains([';', '#', '\\', '$', '@']);
         let has_open_quote = condition.matches('"').count() % 2 == 1;
         if has_forbidden || has_open_quote {
@@ -251,14 +255,14 @@ fn ends_in_keyword(word: &str, keyword: &str) -> bool {
 ///
 /// # Errors
 /// Code 7 if one is invalid, or two request the same host port.
-fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
-    let mut mappings: Vec<Mapping> = Vec::with_capacity(raw.len());
-    // The host ports of the mappings so far, each with the index of its mapping.
+fn check_mappings(raw_mappings: Vec<RawMapping>) -> Result<Vec<Mapping>> {
+    let mut mappings: Vec<Mapping> = Vec::with_capacity(raw_mappings.len());
+    // The host ports of the mappings so far, each with the index of its mapping. A map is used
+    // because comparing all pairs would take quadratic time in the number of mappings, which the
+    // pod's author chooses.
     let mut claimed: BTreeMap<ClaimedPort, usize> = BTreeMap::new();
-    for (index, raw) in raw.iter().enumerate() {
+    for (index, raw) in raw_mappings.iter().enumerate() {
         let mapping = check_mapping(raw, index)?;
-        // A map is used because comparing all pairs would take quadratic time in the number of
-        // mappings, which the pod's author chooses.
         let earlier = mapping.host_ports().filter_map(|claim| claimed.get(&claim).copied()).min();
         if let Some(earlier) = earlier {
             let msg = format!("portMappings[{index}] requests the same host port as portMappings[{earlier}]");
@@ -270,7 +274,9 @@ fn check_mappings(raw: Vec<RawMapping>) -> Result<Vec<Mapping>> {
     Ok(mappings)
 }
 
-/// Checks the mapping at this index of the list.
+/// Checks and converts the mapping at this index of the list. The default protocol is TCP. An IPv4
+/// address in the form of an IPv6 address, `::ffff:192.0.2.1`, is converted to IPv4: its rules are
+/// in that family.
 ///
 /// # Errors
 /// Code 7. The text about a port is Go's, and does not name the mapping. All other errors name it,
