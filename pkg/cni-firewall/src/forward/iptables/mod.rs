@@ -71,7 +71,8 @@ fn find_rules(filter: &mut Chains<'_>, chain: &str, parts: &[Part<'_>], purpose:
 struct ExistingRules(BTreeMap<(&'static str, Vec<String>), Vec<Rule>>);
 
 impl ExistingRules {
-    /// Reads the rules with the same parts as those that `rules` requires for these addresses.
+    /// Reads the rules of [`CNI_FORWARD`] that match one of the addresses or jump to the
+    /// administrator's chain and, if the policy isolates a bridge, all rules of both stages.
     fn read(
         filter: &mut Chains<'_>,
         rules: &ForwardRules,
@@ -112,12 +113,14 @@ fn required_chains(rules: &ForwardRules) -> Vec<&str> {
     [&[CNI_FORWARD, &rules.iptables_admin_chain], stages(&rules.ingress)].concat()
 }
 
-/// Returns the rules that these addresses require, except the jumps from [`FORWARD`]: the chain and
-/// the words of each, and where the rule is added. Of several rules that are added at the beginning
-/// of a chain, the last one becomes the first.
+/// Returns the rules that these addresses require: the chain and the words of each, and where the
+/// rule is added. Not among them are the jumps from [`FORWARD`], the RETURN that ends both stages,
+/// and the records.
 fn required_rules(rules: &ForwardRules, addresses: &[OwnedAddress]) -> Vec<(&'static str, Vec<String>, RulePosition)> {
     let jump_to_admin = commented_rule(&[], ADMIN_JUMP_COMMENT, &rules.iptables_admin_chain);
     let accepting = addresses.iter().flat_map(address_rules).map(|words| (CNI_FORWARD, words, Last));
+    // In reverse: of several rules that are added at the beginning of a chain, the last one becomes
+    // the first.
     let isolating = isolation_rules(&rules.ingress).into_iter().rev().map(|(chain, words)| (chain, words, First));
     std::iter::once((CNI_FORWARD, jump_to_admin, First)).chain(accepting).chain(isolating).collect()
 }
@@ -130,8 +133,9 @@ fn delete_duplicates(edit: &mut Edit, chain: &str, copies: &[Rule]) {
     }
 }
 
-/// Returns the edit after which the attachment has exactly the addresses of `rules`, in the family
-/// of `filter`. Removes the [stale records](Wanted::stale_records). Sets `written.replaced`.
+/// Plans an ADD for the addresses of `rules` in the family of `filter`. The edit adds the missing
+/// chains, jumps, rules and records. It removes copies of these rules, and the [stale
+/// records](Wanted::stale_records) with the rules that only they require. Sets `written.replaced`.
 ///
 /// Adds to `written.accepted_for_others` the addresses that are accepted but have no record: the Go
 /// plugin wrote these rules.
@@ -160,6 +164,8 @@ pub(super) fn ensure(filter: &mut Chains<'_>, rules: &ForwardRules, written: &mu
             edit.append(stage, end_of_stage());
         }
     }
+    // An address can have the record of another owner or policy: then it has an owner, but its
+    // record is missing.
     let recorded: BTreeSet<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
     let recorded_addresses: BTreeSet<IpAddr> = records.iter().map(|record| record.owned.address).collect();
     for owned in addresses {
@@ -178,8 +184,9 @@ pub(super) fn ensure(filter: &mut Chains<'_>, rules: &ForwardRules, written: &mu
     Ok(edit)
 }
 
-/// Adds to `edit` the changes after which [`FORWARD`] has at most one jump each to [`STAGE_1`] and
-/// [`CNI_FORWARD`], in this order. A missing jump is only added if its target is in `required`.
+/// Adds to `edit` the changes after which [`FORWARD`] has at most one jump each, in Go's form, to
+/// [`STAGE_1`] and [`CNI_FORWARD`], in this order. A missing jump is only added if `required` has
+/// the name of its target.
 fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> Result<()> {
     // FORWARD, which can be long, is not read if neither chain exists: no rule can jump to a chain
     // that does not exist.
@@ -188,21 +195,22 @@ fn order_jumps(filter: &mut Chains<'_>, edit: &mut Edit, required: &[&str]) -> R
     let copies_of =
         |words: &[String]| -> Vec<Rule> { jumps.iter().filter(|rule| rule.matches(words)).cloned().collect() };
     let jump_to_forward = commented_rule(&[], JUMP_COMMENT, CNI_FORWARD);
-    let copies = copies_of(&jump_to_forward);
-    delete_duplicates(edit, FORWARD, &copies);
-    let adds_forward_jump = required.contains(&CNI_FORWARD) && copies.is_empty();
+    let forward_copies = copies_of(&jump_to_forward);
+    delete_duplicates(edit, FORWARD, &forward_copies);
+    let adds_forward_jump = required.contains(&CNI_FORWARD) && forward_copies.is_empty();
     if adds_forward_jump {
         edit.insert(FORWARD, jump_to_forward);
     }
     let jump_to_stage_1 = commented_rule(&[], ISOLATION_COMMENT, STAGE_1);
-    let copies = copies_of(&jump_to_stage_1);
-    if copies.is_empty() && !required.contains(&STAGE_1) {
+    let stage_1_copies = copies_of(&jump_to_stage_1);
+    if stage_1_copies.is_empty() && !required.contains(&STAGE_1) {
         return Ok(());
     }
     // A jump to CNI_FORWARD that is added above comes before the existing jumps.
     let is_first = !adds_forward_jump && jumps.first().is_some_and(|rule| rule.matches(&jump_to_stage_1));
-    if !is_first || copies.len() != 1 {
-        edit.put_first(FORWARD, jump_to_stage_1, &copies);
+    // Without a jump to STAGE_1, `is_first` is false.
+    if !is_first || stage_1_copies.len() > 1 {
+        edit.put_first(FORWARD, jump_to_stage_1, &stage_1_copies);
     }
     Ok(())
 }
@@ -219,14 +227,15 @@ fn find_jumps(filter: &mut Chains<'_>) -> Result<Vec<Rule>> {
 /// without a record: those for the known addresses of the attachment are also removed, unless
 /// another attachment owns the address. The accepting rules for the addresses that
 /// `accepted_for_others` returns stay. For GC, the edit also puts the jumps from [`FORWARD`] in
-/// order.
+/// order, which the Go plugin does not ensure.
 pub(super) fn purge(
     filter: &mut Chains<'_>,
     selection: AttachmentFilter<'_>,
     accepted_for_others: &dyn Fn() -> Vec<IpAddr>,
 ) -> Result<Edit> {
+    // A rule with a target is not a record.
     let has_no_target = |rule: &Rule| rule.target().is_none();
-    let (found, unrecorded_addresses) = match selection {
+    let (found_rules, unrecorded_addresses) = match selection {
         AttachmentFilter::One { attachment, untagged } => {
             let name = owner::name(attachment);
             let found = filter.find_rules(OWNERS, &[Part::Comment(&name)], SearchFor::Compare, has_no_target)?;
@@ -235,15 +244,16 @@ pub(super) fn purge(
         AttachmentFilter::Garbage { network, .. } => {
             let prefixes = (owner::NAME.prefixes)(network);
             let parts: Vec<Part<'_>> = prefixes.iter().map(|prefix| Part::CommentBeginning(prefix)).collect();
+            // Rules without a record can only be found by an address, and GC has none.
             (filter.scan_rules(OWNERS, &parts, has_no_target)?, &[][..])
         }
     };
     // The searches also find some other names, for example those that contain a prefix elsewhere.
-    let (records, is_selected) = (records_among(&found), selection.selector(owner::NAME));
-    let records: Vec<_> = records.iter().filter(|record| is_selected(&record.owned.owner)).collect();
+    let (found, is_selected) = (records_among(&found_rules), selection.selector(owner::NAME));
+    let records: Vec<_> = found.iter().filter(|record| is_selected(&record.owned.owner)).collect();
     let mut edit = Edit::new();
-    let accepted_for_others = &*if records.is_empty() { Vec::new() } else { accepted_for_others() };
-    let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others, ..Removal::default() };
+    let kept = if records.is_empty() { Vec::new() } else { accepted_for_others() };
+    let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others: &kept, ..Removal::default() };
     removal.add_to(&mut edit, filter)?;
     if matches!(selection, AttachmentFilter::Garbage { .. }) {
         order_jumps(filter, &mut edit, &[])?;
@@ -253,7 +263,9 @@ pub(super) fn purge(
 
 /// Checks the rules for the addresses of `rules`, in the family of `filter`. Returns a sentence for
 /// each chain or rule that is missing or in the wrong order, and whether a rule accepts packets of
-/// one of the addresses. Records are not checked, because Go does not write them.
+/// one of the addresses. If chains are missing, the sentences report only these. Does not check the
+/// records, which Go does not write, or the RETURN that ends both stages, without which packets
+/// return too.
 pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<(Vec<String>, bool)> {
     let (addresses, mut missing) = (&rules.of_family(filter.family()), Vec::new());
     for chain in required_chains(rules) {
@@ -268,6 +280,7 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<(Ve
         return Ok((missing, accepts_any));
     }
     let jumps = find_jumps(filter)?;
+    // `existing` does not keep the order.
     let stage_is_first = jumps.first().and_then(Rule::target) == Some(STAGE_1);
     existing.add(FORWARD, jumps);
     let mut required = vec![(FORWARD, commented_rule(&[], JUMP_COMMENT, CNI_FORWARD))];
@@ -302,9 +315,12 @@ struct Removal<'r> {
 }
 
 impl Removal<'_> {
-    /// Adds to `edit` the removal of the records, and of the rules of their addresses and of the
-    /// unrecorded ones, and the isolation rules, that no other record and no address in `staying`
-    /// or `accepted_for_others` requires.
+    /// Adds to `edit` the removal of:
+    /// - the records;
+    /// - the accepting rules of their addresses and of the unrecorded ones that are not needed, see
+    ///   [`unneeded_rules`](Removal::unneeded_rules);
+    /// - the isolation rules that no other record and no address in `staying` requires, see
+    ///   [`end_isolation`].
     fn add_to(&self, edit: &mut Edit, filter: &mut Chains<'_>) -> Result<()> {
         let family = filter.family();
         let unrecorded = self.unrecorded_addresses.iter().copied().filter(|address| Family::of(*address) == family);
@@ -315,8 +331,9 @@ impl Removal<'_> {
         }
         let parts: Vec<Part<'_>> = candidates.iter().copied().map(Part::Address).collect();
         let accepting = find_rules(filter, CNI_FORWARD, &parts, SearchFor::Compare)?;
-        let records = find_rules(filter, OWNERS, &parts, SearchFor::Compare)?;
-        let unneeded = self.unneeded_rules(&candidates, &records);
+        let owner_rules = find_rules(filter, OWNERS, &parts, SearchFor::Compare)?;
+        let unneeded = self.unneeded_rules(&candidates, &owner_rules);
+        // A rule that is not whole does more than its words say, so another program wrote it.
         for rule in accepting.iter().filter(|rule| rule.whole && unneeded.contains(&rule.words)) {
             edit.delete(CNI_FORWARD, rule);
         }
@@ -333,13 +350,14 @@ impl Removal<'_> {
 
     /// Returns the accepting rules of `candidates`, which are the addresses of the records and the
     /// unrecorded ones, except those that an address with an owner requires, and those that
-    /// `accepted_for_others` keeps. `records` are all rules of [`OWNERS`] for the candidates.
-    fn unneeded_rules(&self, candidates: &BTreeSet<IpAddr>, records: &[Rule]) -> BTreeSet<Vec<String>> {
+    /// `accepted_for_others` keeps. `owner_rules` are all rules of [`OWNERS`] for the candidates.
+    fn unneeded_rules(&self, candidates: &BTreeSet<IpAddr>, owner_rules: &[Rule]) -> BTreeSet<Vec<String>> {
         let rules_of = |address: &IpAddr| [&accept_rules(*address)[..], &[redirected_rule(*address)]].concat();
         let mut unneeded: BTreeSet<Vec<String>> = candidates.iter().flat_map(rules_of).collect();
-        let required = self.remaining(records);
+        let remaining = self.remaining(owner_rules);
+        // Without the rule for redirected connections, which Go does not write.
         let kept = self.accepted_for_others.iter().flat_map(|address| accept_rules(*address));
-        for words in required.iter().flat_map(address_rules).chain(kept) {
+        for words in remaining.iter().flat_map(address_rules).chain(kept) {
             unneeded.remove(&words);
         }
         unneeded
@@ -365,6 +383,7 @@ fn end_isolation(
     remaining: &[OwnedAddress],
     removed: &BTreeSet<Vec<String>>,
 ) -> Result<()> {
+    // First the exception: an accepting rule stays although its address has no owner.
     let known: BTreeSet<IpAddr> = remaining.iter().map(|owned| owned.address).collect();
     for rule in filter.rules(CNI_FORWARD)? {
         let Some(address) = single_address(rule, "-s").filter(|address| !known.contains(address)) else { continue };
@@ -379,7 +398,7 @@ fn end_isolation(
         for rule in filter.rules(chain)? {
             let Some(bridge) = rule.value(interface_option) else { continue };
             let policies = [Ingress::SameBridge(bridge.to_owned()), Ingress::Isolated(bridge.to_owned())];
-            // Other rules were written by another program.
+            // Another program wrote a rule in another form, so that rule stays.
             let is_isolation = policies.iter().flat_map(isolation_rules).any(|(_, words)| rule.matches(&words));
             if is_isolation && !required.contains(&(chain, rule.words.clone())) {
                 edit.delete(chain, rule);

@@ -81,8 +81,8 @@ pub(super) fn end_of_stage() -> Vec<String> {
 }
 
 /// Returns the record of an address for [`OWNERS`]. The interface matches store the policy, as in
-/// [`STAGE_1`]: none for `open`, `-i B ! -o B` for `same-bridge`, `-i B -o B` for `isolated`. The
-/// address as the destination too means that redirected connections are accepted.
+/// [`STAGE_1`]: none for `open`, `-i B ! -o B` for `same-bridge`, `-i B -o B` for `isolated`. A
+/// match `-d` of the same address stands for `accepts_redirected`.
 pub(super) fn record_rule(owned: &OwnedAddress) -> Vec<String> {
     let host = Cidr::host(owned.address).to_string();
     let interface_matches = match &owned.ingress {
