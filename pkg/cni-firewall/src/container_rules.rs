@@ -203,7 +203,7 @@ fn list_nft(nft: &mut Nft) -> Result<Vec<ContainerRule>> {
         }
     }
     // The addresses in zones of firewalld, whose owners the plugin firewall records in nf_tables.
-    for record in forward::sources::find_records(nft)?.records(nft)? {
+    for record in forward::sources::find_record_chain(nft)?.records(nft)? {
         rules.push(forward_entry("firewalld".to_owned(), &record.owned));
     }
     list_nft_chain(nft, Purpose::SpoofCheck, (spoof::TABLE, spoof::PREROUTING), &mut rules, describe_spoof_check)?;

@@ -111,22 +111,22 @@ fn objects(owned: &OwnedAddress) -> Vec<Object> {
 }
 
 /// Looks up the chain of the records.
-pub(super) fn find_records(nft: &mut Nft) -> Result<RecordChain> {
+pub(super) fn find_record_chain(nft: &mut Nft) -> Result<RecordChain> {
     RecordChain::find(nft, TABLE, OWNERS, objects)
 }
 
 /// Returns the rules of a network's chain.
 fn network_rules(egress: &Egress) -> Vec<Vec<Expr>> {
-    let matched = |prefix: &Cidr| {
-        [match_family(TABLE, prefix.address()), masked(daddr(prefix.address()), prefix.prefix())].concat()
-    };
+    let daddr_in =
+        |cidr: &Cidr| [match_family(TABLE, cidr.address()), masked(daddr(cidr.address()), cidr.prefix())].concat();
+    // `Other` writes a counter without attributes, which the kernel starts at 0.
     let drop = [Expr::Other("counter".to_owned()), Expr::Verdict(Verdict::Drop)];
     let mut rules = Vec::new();
     for allowed in &egress.allow {
-        rules.push([matched(allowed), vec![Expr::Verdict(Verdict::Return)]].concat());
+        rules.push([daddr_in(allowed), vec![Expr::Verdict(Verdict::Return)]].concat());
     }
     for denied in &egress.deny {
-        rules.push([matched(denied), drop.to_vec()].concat());
+        rules.push([daddr_in(denied), drop.to_vec()].concat());
     }
     if egress.default == EgressDefault::Deny {
         rules.push(drop.to_vec());
@@ -192,25 +192,27 @@ pub fn purge(attachment: &AttachmentId) -> Result<()> {
 }
 
 /// Makes the rules for the attachment `owner` those of `egress`, in one transaction; without
-/// `egress`, removes them. Removes those of [outdated records](owner::outdated_records) of
-/// `addresses`. Sets `changed` to true if an address may have been recorded, even on an error.
+/// `egress`, removes them. Also removes all egress rules of the attachments that have an [outdated
+/// record](owner::outdated_records) of `addresses`. Sets `changed` to true if an address may have
+/// been recorded, even on an error.
 fn replace(owner: &str, addresses: &[IpAddr], egress: Option<&Egress>, changed: &mut bool) -> Result<()> {
     let own = owned_addresses(owner, addresses, egress.unwrap_or(&Egress::default()));
     let wanted: &[OwnedAddress] = if egress.is_some() { &own } else { &[] };
     let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let chain = find_records(nft)?;
+        let chain = find_record_chain(nft)?;
         let records = chain.records(nft)?;
-        // All of an owner's addresses, also the link-local one, which was not allocated again.
+        // Of `own`, because `wanted` is empty without `egress`.
         let outdated = owner::outdated_records(&records, owner, &own)?;
-        let outdated: BTreeSet<&str> = outdated.into_iter().map(|owned| owned.owner.as_str()).collect();
-        let is_removed = |record: &&NftRecord| match record.owned.owner.as_str() {
-            of_record if of_record == owner => !wanted.contains(&record.owned),
-            of_record => outdated.contains(of_record),
+        // All records of these owners are removed, also those of their link-local addresses, which
+        // IPAM does not allocate again.
+        let outdated_owners: BTreeSet<&String> = outdated.into_iter().map(|owned| &owned.owner).collect();
+        let is_removed = |NftRecord { owned, .. }: &&NftRecord| {
+            if owned.owner == owner { !wanted.contains(owned) } else { outdated_owners.contains(&owned.owner) }
         };
         let removed: Vec<&NftRecord> = records.iter().filter(is_removed).collect();
         chain.remove(nft, batch, &removed, wanted)?;
         if let Some(egress) = egress {
-            add(nft, batch, owner, egress)?;
+            add_chains(nft, batch, owner, egress)?;
         }
         *changed |= chain.add(nft, batch, &records, wanted)?;
         Ok(())
@@ -218,10 +220,10 @@ fn replace(owner: &str, addresses: &[IpAddr], egress: Option<&Egress>, changed: 
     engine::change(&mut Nft::open()?, plan)
 }
 
-/// Adds to `batch` what is missing of the chains that all networks share, of the chain and the sets
-/// of the owner's network, and of the rules of [`EGRESS`]. The rules of the two base chains and of
-/// the network's chain, which no other program writes, are replaced if they differ.
-fn add(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result<()> {
+/// Adds to `batch` the missing chains that all networks share, the chain and the sets of the
+/// owner's network, and the rules of all these chains except the records. The rules of the two base
+/// chains and of the network's chain, which no other program writes, are replaced if they differ.
+fn add_chains(nft: &mut Nft, batch: &mut Batch, owner: &str, egress: &Egress) -> Result<()> {
     batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
     for (name, base) in [FORWARD, INPUT] {
         if !nft.has_base_chain(TABLE, name, base)? {
@@ -281,8 +283,9 @@ pub(super) fn remove_network(nft: &mut Nft, batch: &mut Batch, chain: &str) -> R
     Ok(())
 }
 
-/// Returns a sentence for each rule or element that an ADD would write and that is missing; empty
-/// if none is.
+/// Returns a sentence for each chain that is missing or has other rules than an ADD would write,
+/// and for each missing element; empty if there is none. In `cni_egress`, which has the rules of
+/// all networks, checks only the first rule and those of this network.
 ///
 /// # Errors
 /// The rules cannot be read.
@@ -297,9 +300,9 @@ pub fn check(rules: &ForwardRules) -> Result<Vec<String>> {
         }
     }
     let existing = nft.rules(TABLE, EGRESS)?;
-    let is_first = existing.first().is_some_and(|first| first.rule.exprs == established_rule());
-    let is_led_to = |exprs: &Vec<Expr>| existing.iter().any(|listed| listed.rule.exprs == *exprs);
-    if !is_first || !dispatch_rules(&chain).iter().all(is_led_to) {
+    let begins_right = existing.first().is_some_and(|first| first.rule.exprs == established_rule());
+    let exists = |exprs: &Vec<Expr>| existing.iter().any(|listed| listed.rule.exprs == *exprs);
+    if !begins_right || !dispatch_rules(&chain).iter().all(exists) {
         wrong_chains.push(EGRESS);
     }
     if !has_rules(nft, &chain, &network_rules(egress))? {
@@ -322,18 +325,20 @@ pub fn check(rules: &ForwardRules) -> Result<Vec<String>> {
 /// The reason why it cannot work.
 pub fn probe() -> Result<()> {
     let mut nft = Nft::open()?;
-    // An earlier ADD has written these rules, so the kernel has what they need.
+    // An earlier ADD has written this chain and all others, so the kernel has what they need.
     if nft.has_base_chain(TABLE, INPUT.0, INPUT.1)? {
         return Ok(());
     }
     let mut batch = Batch::new();
-    add(&mut nft, &mut batch, "cni:probe/", &Egress { default: EgressDefault::Deny, ..Egress::default() })?;
+    // As for a network with the name `probe`, which denies all destinations.
+    add_chains(&mut nft, &mut batch, "cni:probe/", &Egress { default: EgressDefault::Deny, ..Egress::default() })?;
     nft.rehearse(batch)
 }
 
 /// Returns how many packets the rules of a network's chain have dropped since they were written.
 pub(crate) fn count_dropped(nft: &mut Nft, chain: &str) -> Result<u64> {
-    // A list may be read twice, so each rule is counted by its handle.
+    // A decoded rule does not have the value of its counter, so the closure reads the bytes and
+    // selects no rule. A list may be read twice, so each rule is counted by its handle.
     let packets = RefCell::new(BTreeMap::new());
     nft.rules_where(TABLE, chain, |rule| {
         let handle = decode::place(rule).map(|place| place.handle);

@@ -61,11 +61,11 @@ pub struct ForwardRules {
 impl ForwardRules {
     /// Returns the addresses, each with its owner and its ingress policy.
     fn owned_addresses(&self) -> Vec<OwnedAddress> {
-        let owner = owner::name(&self.attachment);
         let owned = |address: &IpAddr| OwnedAddress {
+            owner: owner::name(&self.attachment),
+            address: *address,
             ingress: self.ingress.clone(),
             accepts_redirected: self.accepts_redirected,
-            ..OwnedAddress::open(&owner, *address)
         };
         self.addresses.iter().map(owned).collect()
     }
@@ -115,7 +115,9 @@ impl<'m> Forward<'m> {
         self.store.default_backend([Family::V4])
     }
 
-    /// Writes `rules`. The attachment's existing rules in the same backend are replaced.
+    /// Writes `rules` to `backend`. Removes from it the attachment's other rules (iptables: in the
+    /// families of the addresses), and the records that attachments without a DEL have left for the
+    /// addresses. Fills in `written`, even on an error.
     ///
     /// # Errors
     /// If the rules cannot be read or written. Some may be in force then.
@@ -123,6 +125,7 @@ impl<'m> Forward<'m> {
         if backend == Backend::Nftables {
             return nftables::ensure(rules, written);
         }
+        // A variable of its own, because `plan` borrows `written`.
         let mut changed = false;
         let plan = |filter: &mut Chains<'_>| iptables::ensure(filter, rules, written);
         let result = self.store.ensure_in_iptables(rules.families(), plan, &mut changed);
@@ -134,19 +137,19 @@ impl<'m> Forward<'m> {
     /// only found by the addresses of [`for_del`](AttachmentFilter::for_del).
     ///
     /// The rules of iptables that accept an address which `accepted_for_others` returns stay, even
-    /// if a removed record names the address. It is called if there is a record to remove. GC
-    /// returns the addresses in use: the Go plugin, which records nothing, may have written their
-    /// rules again after its DEL left the record.
+    /// if a removed record names the address. GC returns the addresses in use: the Go plugin, which
+    /// records nothing, may have written their rules again after its DEL left the record.
+    /// `accepted_for_others` is only called if a record is removed, but maybe several times.
     ///
     /// # Errors
     /// All failures, joined. Missing programs of iptables-legacy are not an error but a note.
-    pub fn purge(&self, filter: AttachmentFilter<'_>, accepted_for_others: &dyn Fn() -> Vec<IpAddr>) -> Result<()> {
-        let chains = [iptables::OWNERS, iptables::CNI_FORWARD];
+    pub fn purge(&self, selection: AttachmentFilter<'_>, accepted_for_others: &dyn Fn() -> Vec<IpAddr>) -> Result<()> {
+        let plan = |filter: &mut Chains<'_>| iptables::purge(filter, selection, accepted_for_others);
         let results = [
             self.store.purge_in_nftables(|nft, batch| {
-                nftables::list_record_chains(nft)?.iter().try_for_each(|chain| chain.purge(nft, batch, filter))
+                nftables::list_record_chains(nft)?.iter().try_for_each(|chain| chain.purge(nft, batch, selection))
             }),
-            self.store.purge_in_iptables(filter, &chains, |table| iptables::purge(table, filter, accepted_for_others)),
+            self.store.purge_in_iptables(selection, &[iptables::OWNERS, iptables::CNI_FORWARD], plan),
         ];
         Error::join(results.into_iter().filter_map(Result::err))
     }
@@ -162,7 +165,8 @@ impl<'m> Forward<'m> {
 
     /// Returns a sentence for each rule that is missing or in the wrong place; empty if none. Looks
     /// in `backend`, unless only the other backend has rules of the attachment. Accepts Go's rules.
-    /// Starts a process only if there are tables of iptables-legacy.
+    /// Starts a process only if there are tables of iptables-legacy, or if an iptables program has
+    /// to report its variant.
     ///
     /// # Errors
     /// If rules cannot be read.
@@ -202,10 +206,12 @@ impl<'m> Forward<'m> {
 
 /// Checks the rules of one family in the variants of iptables, the host's own first. Returns the
 /// result of the first variant that accepts an address; if no variant does, that of the first one.
-/// The result is that of [`iptables::check`].
+/// The result is that of [`iptables::check`]. If no variant can have rules, the result is that the
+/// chain is missing.
 fn check_in_iptables(iptables: &mut Iptables<'_>, rules: &ForwardRules, family: Family) -> Result<(Vec<String>, bool)> {
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
     let mut variants = iptables.variants_to_search(family, &[iptables::CNI_FORWARD])?;
+    // `false` sorts before `true`.
     variants.sort_by_key(|variant| *variant != host_variant);
     let mut missing_in_first = None;
     for variant in variants {

@@ -87,7 +87,8 @@ impl fmt::Display for EntryChain {
 
 impl EntryChain {
     /// Parses the administrator's chain, written as family, table and chain: `inet filter forward`.
-    /// `None` if the text has a different form, or names a table or chain that the plugins create.
+    /// `None` if the text has a different form, names a table or chain that the plugins create, or
+    /// has a name with a control character or of more than 128 bytes.
     pub fn parse(text: &str) -> Option<EntryChain> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let [family, table, chain] = words.as_slice() else { return None };
@@ -154,13 +155,13 @@ fn forward_rules(entry_chain: &EntryChain, accepts_redirected: bool) -> Vec<Vec<
     let table = entry_chain.table();
     let mut rules = vec![vec![jump(STAGE_1)]];
     for sample in entry_chain.family_samples() {
-        let set = set_of(PODS, sample);
+        let pods = set_of(PODS, sample);
         // `in_set` turns the comparison with `sample` into a lookup in the set.
         let mut matches =
-            vec![in_set(saddr(sample), &set), [in_set(daddr(sample), &set), ct_established_related()].concat()];
+            vec![in_set(saddr(sample), &pods), [in_set(daddr(sample), &pods), ct_established_related()].concat()];
         if accepts_redirected {
-            let set = set_of(REDIRECTED, sample);
-            matches.push([in_set(daddr(sample), &set), ct_dnat()].concat());
+            let redirected = set_of(REDIRECTED, sample);
+            matches.push([in_set(daddr(sample), &redirected), ct_dnat()].concat());
         }
         for exprs in matches {
             rules.push([match_family(table, sample), exprs, vec![Expr::Verdict(Verdict::Accept)]].concat());
@@ -212,8 +213,10 @@ fn by_entry_chain(
     groups
 }
 
-/// Makes the addresses of `rules` the only ones of the attachment, in one transaction. Removes
-/// their [outdated records](super::owner::outdated_records). Fills in `written`, even on an error.
+/// Writes in one transaction everything that the addresses of `rules` require. Removes the other
+/// addresses of the attachment from all tables, and the [outdated
+/// records](super::owner::outdated_records) of its addresses. Sets `written.changed` and
+/// `written.replaced`, even on an error.
 ///
 /// # Errors
 /// - ENOENT: the administrator's chain does not exist.
@@ -224,10 +227,12 @@ pub(super) fn ensure(rules: &ForwardRules, written: &mut Written) -> Result<()> 
     let (owner, addresses) = (&owner::name(&rules.attachment), &rules.owned_addresses());
     let groups = by_entry_chain(addresses, admin_chain);
     let plan = |nft: &mut Nft, batch: &mut Batch| {
+        // Also those in the tables of an earlier configuration: for these, `in_table` is empty.
         let mut chains = list_record_chains(nft)?;
         chains.retain(|chain| chain.name == OWNERS);
         for (entry_chain, group) in &groups {
             add_shared_chains(nft, batch, entry_chain, group)?;
+            // The chain is not in the list if `batch` creates it.
             if !chains.iter().any(|chain| chain.table() == entry_chain.table()) {
                 chains.push(RecordChain::find(nft, entry_chain.table(), OWNERS, objects)?);
             }
@@ -242,8 +247,9 @@ pub(super) fn ensure(rules: &ForwardRules, written: &mut Written) -> Result<()> 
     engine::change(&mut nft, plan)
 }
 
-/// Adds to `batch` what is missing in the table of `entry_chain` of the chains, sets and rules that
-/// all containers share, for these addresses and those that have records.
+/// Adds to `batch` the objects that all containers share and that are missing in the table of
+/// `entry_chain`: chains, sets, the rules of [`CNI_FORWARD`] and the jump to it. Replaces the rules
+/// of [`CNI_FORWARD`] if they are not [those](has_forward_rules) that `addresses` need.
 fn add_shared_chains(
     nft: &mut Nft,
     batch: &mut Batch,
@@ -267,7 +273,8 @@ fn add_shared_chains(
     };
     ensure_sets(batch, PODS);
     if !has_forward_rules(nft, entry_chain, addresses)? {
-        // Another program may have changed rules that other containers need.
+        // The new rules are for all containers. Another program may have changed the old rules, so
+        // only the records show what the other containers need.
         let records = RecordChain::find(nft, table, OWNERS, objects)?.records(nft)?;
         let mut all = addresses.iter().chain(records.iter().map(|record| &record.owned));
         let accepts_redirected = all.any(|owned| owned.accepts_redirected);
@@ -300,8 +307,9 @@ fn leads_to_forward(nft: &mut Nft, entry_chain: &EntryChain) -> Result<bool> {
     Ok(rules.iter().any(|listed| listed.rule.exprs.last().is_some_and(|last| verdicts.contains(last))))
 }
 
-/// Returns the chains of records in all tables, those of [`egress`] too: an earlier configuration
-/// may have named an administrator's chain in another table.
+/// Returns the existing chains of records in all tables, because an earlier configuration may have
+/// named an administrator's chain in another table: those of this module and that of [`egress`].
+/// The chain of the module `sources` is left out: its addresses are in firewalld, not in rules.
 pub(crate) fn list_record_chains(nft: &mut Nft) -> Result<Vec<RecordChain>> {
     let mut chains = Vec::new();
     for family in FAMILIES {
@@ -309,7 +317,7 @@ pub(crate) fn list_record_chains(nft: &mut Nft) -> Result<Vec<RecordChain>> {
             let table = Table { family, name: &name };
             chains.push(RecordChain::find(nft, table, OWNERS, objects)?);
             if table == egress::TABLE {
-                chains.push(egress::find_records(nft)?);
+                chains.push(egress::find_record_chain(nft)?);
             }
         }
     }
@@ -321,6 +329,7 @@ pub(crate) fn list_record_chains(nft: &mut Nft) -> Result<Vec<RecordChain>> {
 pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     for chain in list_record_chains(nft)?.iter().filter(|chain| chain.name == OWNERS) {
         let records = chain.search(nft, &[Key::comment(owner)], SearchFor::Compare)?;
+        // The search can return records of other owners.
         if records.iter().any(|record| record.owned.owner == owner) {
             return Ok(true);
         }
@@ -365,7 +374,9 @@ pub(super) fn probe(admin_chain: Option<&EntryChain>) -> Result<()> {
     nft.rehearse(batch)
 }
 
-/// Returns a sentence for each missing element or rule of `rules`; empty if none is missing.
+/// Returns a sentence for each missing element or rule of `rules`; empty if none is missing. If the
+/// rules of [`CNI_FORWARD`] in a table are missing or different, returns only that for this table.
+/// Does not check the records.
 pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> {
     let mut missing = Vec::new();
     for (entry_chain, group) in by_entry_chain(&rules.owned_addresses(), rules.nftables_admin_chain.as_ref()) {
@@ -383,6 +394,7 @@ pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> 
         }
         for owned in &group {
             for object in objects(owned) {
+                // Two addresses can require the same rule.
                 let sentence = object.lack(table, &owned.ingress);
                 if !object.exists(nft, table)? && !missing.contains(&sentence) {
                     missing.push(sentence);

@@ -112,14 +112,14 @@ pub(super) struct Wanted<'a> {
     pub(super) owner: &'a str,
     /// All its addresses.
     pub(super) addresses: &'a [OwnedAddress],
-    /// Those of which the table has a record.
+    /// Those that belong to this table: after the ADD, the table has a record of each.
     pub(super) in_table: &'a [OwnedAddress],
 }
 
 impl Wanted<'_> {
     /// Returns those of a table's `records` that the ADD removes: those of the attachment that are
-    /// not wanted, and the [outdated](outdated_records) ones. Sets `replaced` to true if the
-    /// attachment has any record, or if there are outdated ones.
+    /// not `in_table`, and the [outdated](outdated_records) ones of other attachments. Sets
+    /// `replaced` to true if `records` has any of the attachment, or an outdated one.
     ///
     /// # Errors
     /// As [`outdated_records`].
@@ -129,21 +129,21 @@ impl Wanted<'_> {
         replaced: &mut bool,
     ) -> Result<Vec<&'r Record<R>>> {
         let outdated: BTreeSet<_> = outdated_records(records, self.owner, self.addresses)?.into_iter().collect();
-        let wanted: BTreeSet<&OwnedAddress> = self.in_table.iter().collect();
+        let in_table: BTreeSet<&OwnedAddress> = self.in_table.iter().collect();
         let is_own = |record: &Record<R>| record.owned.owner == self.owner;
         *replaced |= !outdated.is_empty() || records.iter().any(is_own);
-        let is_stale = |record: &&Record<R>| match is_own(record) {
-            true => !wanted.contains(&record.owned),
-            false => outdated.contains(&record.owned),
+        let is_stale = |record: &&Record<R>| {
+            if is_own(record) { !in_table.contains(&record.owned) } else { outdated.contains(&record.owned) }
         };
         Ok(records.iter().filter(is_stale).collect())
     }
 }
 
-/// Returns those of `records` that attachments without a DEL have left for one of `addresses`,
-/// which the IPAM plugin has just given to the attachment `owner`: a network gives an address to
-/// one container at a time. The record of an attachment that has a link on the host is not
-/// returned: the configuration may give its address to two containers.
+/// Returns the contents of the outdated `records`: those that another attachment of the same
+/// network has for one of `addresses`. The IPAM plugin has just given the address to the attachment
+/// `owner`, and a network gives an address to one container at a time. So the other attachment has
+/// ended without a DEL. A record is not outdated if a link on the host names its attachment: then
+/// the configuration may give the address to two containers.
 ///
 /// # Errors
 /// If the links of the host cannot be read, which is only necessary if there is such a record.
@@ -152,6 +152,7 @@ pub(super) fn outdated_records<'r, R>(
     owner: &str,
     addresses: &[OwnedAddress],
 ) -> Result<Vec<&'r OwnedAddress>> {
+    // The beginning of an owner's name: `cni:` and the network's name or hash.
     let network = |owner: &str| owner.split('/').next().map(str::to_owned);
     let addresses: BTreeSet<IpAddr> = addresses.iter().map(|owned| owned.address).collect();
     let mut outdated: Vec<&OwnedAddress> = records.iter().map(|record| &record.owned).collect();
@@ -161,14 +162,15 @@ pub(super) fn outdated_records<'r, R>(
     if outdated.is_empty() {
         return Ok(outdated);
     }
-    let mut living = BTreeSet::new();
+    let mut owners_with_link = BTreeSet::new();
     for link in Netlink::open()?.list_links()? {
+        // An alias with a hash in place of the container ID does not name the attachment.
         let marked = link.alias.as_deref().and_then(AttachmentId::parse);
         if let Some(Marked { network, container_id: Some(container_id), ifname }) = marked {
-            living.insert(name(&AttachmentId::new(network, container_id, ifname)));
+            owners_with_link.insert(name(&AttachmentId::new(network, container_id, ifname)));
         }
     }
-    outdated.retain(|record| !living.contains(&record.owner));
+    outdated.retain(|record| !owners_with_link.contains(&record.owner));
     Ok(outdated)
 }
 

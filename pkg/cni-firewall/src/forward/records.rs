@@ -18,8 +18,11 @@ use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
 use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, SearchFor, Table};
 use crate::owner::AttachmentFilter;
 
-/// Returns the rule without a verdict that records the owner and the policy of an address. The
-/// address as the destination too means that redirected connections are accepted.
+/// Returns the rule without a verdict that records the owner and the policy of an address.
+///
+/// The comment is the owner's name. A match of the address as the destination stands for
+/// `accepts_redirected`. The interface matches stand for the policy: none for `open`,
+/// `iifname B oifname != B` for `same-bridge`, `iifname B oifname B` for `isolated`.
 ///
 /// # Errors
 /// The name of the bridge is too long for an interface.
@@ -61,8 +64,8 @@ pub(super) enum Object {
     Element { set: String, address: IpAddr },
     /// A rule of a chain.
     Rule { chain: &'static str, exprs: Vec<Expr> },
-    /// The chain of a network's egress rules, its sets, and the rules that lead to it. The feature
-    /// adds them.
+    /// The chain of a network's egress rules, its sets, and the rules that lead to it. Here they
+    /// are only removed. [`egress`] adds them, because a record does not have the destinations.
     Egress { chain: String },
 }
 
@@ -92,8 +95,9 @@ impl Object {
         }
     }
 
-    /// Adds the object to `batch` unless it exists. Its set or its chain must exist, or `batch`
-    /// must create them.
+    /// Adds to `batch` the creation of the object unless it exists, which the kernel checks for an
+    /// element. The set or the chain must exist, or `batch` must create it. Does nothing for
+    /// [`Egress`](Object::Egress).
     fn ensure(&self, nft: &mut Nft, batch: &mut Batch, table: Table<'_>) -> Result<()> {
         match self {
             Object::Element { set, address } => batch.ensure_element(table, set, *address),
@@ -140,7 +144,7 @@ pub(crate) struct RecordChain {
     family: Family,
     table: String,
     pub(crate) name: &'static str,
-    /// `None` if it does not exist.
+    /// The chain in the kernel; `None` if it does not exist.
     pub(super) chain: Option<Chain>,
     /// Returns the objects that a record requires.
     objects: fn(&OwnedAddress) -> Vec<Object>,
@@ -168,10 +172,12 @@ impl RecordChain {
         Ok(records_among(&nft.rules(self.table(), &chain.name)?))
     }
 
-    /// Returns the records that have one of the `wanted` keys: of an owner's name as the comment,
-    /// or of an address. The result can contain some other records too. Of a long chain only these
-    /// are read, unless the keys are many.
+    /// Returns the records that have one of the `wanted` keys: that of an owner's name as the
+    /// comment, or that of an address. The result can contain other records too. Of a long chain,
+    /// reads only the rules that its index has for the keys, or all rules for more than
+    /// [`SEARCHED_MAX`] keys.
     pub(super) fn search(&self, nft: &mut Nft, wanted: &[Key], purpose: SearchFor) -> Result<Vec<NftRecord>> {
+        // No chain, or too many keys.
         let Some(chain) = self.chain.as_ref().filter(|_| wanted.len() <= SEARCHED_MAX) else {
             return self.records(nft);
         };
@@ -180,9 +186,10 @@ impl RecordChain {
         Ok(records_among(&rules))
     }
 
-    /// Adds to `batch` the changes after which the table has exactly the `wanted` records of the
-    /// attachment. Removes the [stale records](Wanted::stale_records). Sets the fields of
-    /// `written`. The chain must exist, or `batch` must create it.
+    /// Adds to `batch` the changes after which the attachment has exactly the records of
+    /// `wanted.in_table` in this chain, with all objects that they require. Removes the [stale
+    /// records](Wanted::stale_records). Sets `written.replaced`, and `written.changed` if a record
+    /// is added. The chain must exist, or `batch` must create it.
     pub(super) fn ensure(
         &self,
         nft: &mut Nft,
@@ -199,10 +206,11 @@ impl RecordChain {
         Ok(())
     }
 
-    /// Adds the removal of the selected attachments' records to `batch`.
-    pub(super) fn purge(&self, nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
-        let is_selected = filter.selector(owner::NAME);
-        let records = match filter {
+    /// Adds to `batch` the removal of the selected attachments' records, and of the objects that
+    /// only these require.
+    pub(super) fn purge(&self, nft: &mut Nft, batch: &mut Batch, selection: AttachmentFilter<'_>) -> Result<()> {
+        let is_selected = selection.selector(owner::NAME);
+        let records = match selection {
             AttachmentFilter::One { attachment, .. } => {
                 self.search(nft, &[Key::comment(&owner::name(attachment))], SearchFor::Compare)?
             }
@@ -212,8 +220,9 @@ impl RecordChain {
         self.remove(nft, batch, &removed.collect::<Vec<&NftRecord>>(), &[])
     }
 
-    /// Adds to `batch` the removal of the records `removed`, and of the objects that neither a
-    /// remaining record nor `staying`, which the caller adds, requires.
+    /// Adds to `batch` the removal of the records `removed`, and of the objects that no other
+    /// record and no address in `staying` requires. The caller adds the missing records of
+    /// `staying`.
     pub(super) fn remove(
         &self,
         nft: &mut Nft,
@@ -228,16 +237,16 @@ impl RecordChain {
         if unneeded.is_empty() {
             return Ok(());
         }
-        // Only records of the same address require an element. Any other can require another
-        // object.
-        let others = if unneeded.iter().all(|object| matches!(object, Object::Element { .. })) {
+        // An element is only required by records of its address, but a rule or a chain can be
+        // required by any record.
+        let records = if unneeded.iter().all(|object| matches!(object, Object::Element { .. })) {
             let keys: Vec<Key> = removed.iter().map(|record| Key::address(record.owned.address)).collect();
             self.search(nft, &keys, SearchFor::Compare)?
         } else {
             self.records(nft)?
         };
         let removed_handles: BTreeSet<u64> = removed.iter().map(|record| record.rule).collect();
-        let remaining = others.iter().filter(|record| !removed_handles.contains(&record.rule));
+        let remaining = records.iter().filter(|record| !removed_handles.contains(&record.rule));
         for object in remaining.map(|record| &record.owned).chain(staying).flat_map(self.objects) {
             unneeded.remove(&object);
         }
@@ -248,7 +257,7 @@ impl RecordChain {
     }
 
     /// Adds to `batch` the records of `wanted` that are not among `records`, and the missing
-    /// objects that `wanted` requires. Returns whether a record is missing.
+    /// objects that `wanted` requires. Returns whether it adds a record.
     pub(super) fn add(
         &self,
         nft: &mut Nft,
@@ -256,11 +265,13 @@ impl RecordChain {
         records: &[NftRecord],
         wanted: &[OwnedAddress],
     ) -> Result<bool> {
-        let (mut is_missing, mut ensured) = (false, BTreeSet::new());
+        // `ensured`: two addresses can require the same rule, and `Object::ensure` does not see
+        // that `batch` already adds the rule.
+        let (mut adds_record, mut ensured) = (false, BTreeSet::new());
         for owned in wanted {
             if !records.iter().any(|record| record.owned == *owned) {
                 batch.append_rule(self.table(), self.name, &record_rule(self.table(), owned)?);
-                is_missing = true;
+                adds_record = true;
             }
             for object in (self.objects)(owned) {
                 if ensured.insert(object.clone()) {
@@ -268,6 +279,6 @@ impl RecordChain {
                 }
             }
         }
-        Ok(is_missing)
+        Ok(adds_record)
     }
 }

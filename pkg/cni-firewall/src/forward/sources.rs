@@ -38,7 +38,7 @@ pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
     let is_selected = selection.selector(owner::NAME);
     let mut sources = Sources::default();
     let mut nft = Nft::open()?;
-    for record in find_records(&mut nft)?.records(&mut nft)? {
+    for record in find_record_chain(&mut nft)?.records(&mut nft)? {
         let owned = record.owned;
         let addresses = if is_selected(&owned.owner) { &mut sources.own } else { &mut sources.others };
         addresses.push(owned.address);
@@ -47,13 +47,13 @@ pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
 }
 
 /// Looks up the chain of the records. A record requires no other object.
-pub(crate) fn find_records(nft: &mut Nft) -> Result<RecordChain> {
+pub(crate) fn find_record_chain(nft: &mut Nft) -> Result<RecordChain> {
     RecordChain::find(nft, TABLE, RECORDS, |_| Vec::new())
 }
 
-/// Records `addresses` as those of the attachment, and removes its other records and those that
-/// attachments without a DEL have left for `addresses`. Returns whether there were records of the
-/// attachment or such records.
+/// Records `addresses` as those of the attachment. Removes its other records, and the outdated
+/// ones: those that attachments without a DEL have left for `addresses`. Returns whether there were
+/// records of the attachment or outdated ones.
 ///
 /// # Errors
 /// If records cannot be read or written.
@@ -64,7 +64,8 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
     let records: Vec<OwnedAddress> = addresses.iter().map(|address| OwnedAddress::open(&owner, *address)).collect();
     let mut written = Written::default();
     let plan = |nft: &mut Nft, batch: &mut Batch| {
-        let chain = find_records(nft)?;
+        let chain = find_record_chain(nft)?;
+        // Not for an existing chain: that would make closing the socket slow.
         if chain.chain.is_none() {
             batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
             batch.ensure_chain(TABLE, RECORDS, None);
@@ -81,5 +82,5 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
 /// # Errors
 /// If records cannot be read or removed.
 pub fn forget(selection: AttachmentFilter<'_>) -> Result<()> {
-    engine::change(&mut Nft::open()?, |nft, batch| find_records(nft)?.purge(nft, batch, selection))
+    engine::change(&mut Nft::open()?, |nft, batch| find_record_chain(nft)?.purge(nft, batch, selection))
 }
