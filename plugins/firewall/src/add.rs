@@ -26,15 +26,17 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, rollback: &mut Rollback<'a>) -> Result
     let replaced = match choice {
         BackendChoice::Rules(backend) => write_rules(call, &conf, &rules, backend, rollback)?,
         BackendChoice::Firewalld => {
-            // firewalld cannot isolate bridges, so rules of the backend nftables isolate them.
+            // firewalld cannot isolate bridges, so rules of the backend nftables isolate them. The
+            // records of the zone's sources show whether there was an earlier ADD.
             if conf.policy != Policy::Open {
                 write_rules(call, &conf, &rules, Backend::Nftables, rollback)?;
             }
             add_to_zone(zone(call, &conf.zone), &rules, rollback)?
         }
     };
-    // After the records of the backend: they show a later ADD without the key, even after a DEL by
-    // Go, that there may be egress rules for its addresses.
+    // The records of the backend must be written before the egress rules. A later ADD without the
+    // key `egress` only looks for old egress rules if it finds such a record (`replaced`). Go's DEL
+    // removes neither.
     if rules.egress.is_some() || replaced {
         write_egress(rules, rollback)?;
     }
@@ -54,6 +56,7 @@ fn write_rules<'a>(
 ) -> Result<bool> {
     let mut written = Written::default();
     let outcome = forward(call).ensure(rules, backend, &mut written);
+    // Copied, because the undo takes `written`.
     let replaced = written.replaced;
     if written.changed {
         let attachment = rules.attachment.clone();
@@ -80,6 +83,7 @@ fn add_to_zone<'a>(zone: Zone<'a>, rules: &ForwardRules, rollback: &mut Rollback
     let mut added = AddedSources::default();
     let (attachment, addresses) = (rules.attachment.clone(), rules.addresses.clone());
     let outcome = zone.add(&attachment, &addresses, &mut added);
+    // Copied, because the undo takes `added`.
     let replaced = added.replaced;
     if added.changed {
         rollback.push("remove the sources", move || {

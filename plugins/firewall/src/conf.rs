@@ -132,7 +132,8 @@ impl Conf {
             "isolated" => Policy::Isolated,
             other => return Err(Error::config(format!("unknown ingress policy: {other:?}"))),
         };
-        let (backend, zone) = (raw.backend_choice(), raw.zone());
+        // Called before a field is moved out of `raw`.
+        let (configured_backend, zone) = (raw.backend_choice(), raw.zone());
         let egress = raw.egress.as_ref().map(egress).transpose()?;
         let iptables_admin_chain =
             if raw.iptables_admin_chain_name.is_empty() { ADMIN.into() } else { raw.iptables_admin_chain_name };
@@ -152,12 +153,12 @@ impl Conf {
             })?),
         };
         let nftables = BackendChoice::Rules(Backend::Nftables);
-        let backend = match (backend, &nftables_admin_chain) {
+        let backend = match (configured_backend, &nftables_admin_chain) {
             (Some(other), Some(_)) if other != nftables => {
                 return Err(Error::config("nftablesChain is only for \"backend\": \"nftables\""));
             }
             (None, Some(_)) => Some(nftables),
-            (backend, _) => backend,
+            (configured, _) => configured,
         };
         Ok(Conf {
             backend,
@@ -210,8 +211,9 @@ fn egress(json: &Json) -> Result<Egress> {
         if texts.len() > PREFIXES_MAX {
             return Err(Error::config(format!("{name} has more than {PREFIXES_MAX} prefixes")));
         }
-        let whole_family = "set \"default\" of egress to decide about all other destinations";
-        texts.iter().map(|text| keys::prefix(text, name, whole_family)).collect()
+        // The advice in the error for a prefix of length 0.
+        let advice = "set \"default\" of egress to decide about all other destinations";
+        texts.iter().map(|text| keys::prefix(text, name, advice)).collect()
     };
     let (allow, deny) = (prefixes("egress.allow", &keys.allow)?, prefixes("egress.deny", &keys.deny)?);
     Ok(Egress { allow, deny, default, link_local: Vec::new() })

@@ -51,12 +51,14 @@ impl<'m> Zone<'m> {
     }
 
     /// Makes exactly `addresses` the attachment's sources: adds them to the zone, and removes the
-    /// stale ones of an earlier ADD.
+    /// stale ones of an earlier ADD. Fills in `added`, even on an error. Fails if an address is a
+    /// source of another zone.
     pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &mut AddedSources) -> Result<()> {
         let recorded = sources::find(AttachmentFilter::one(attachment))?;
         let is_unrecorded = |address: &IpAddr| !recorded.own.contains(address);
         let stale: Vec<IpAddr> = recorded.own.iter().copied().filter(|address| !addresses.contains(address)).collect();
         let firewalld = Firewalld::connect(self.machine, OnSigterm::Kill)?;
+        // Before the first change, which may fail.
         added.changed |= addresses.iter().any(is_unrecorded);
         // The stale addresses stay recorded until they are removed.
         match sources::record(attachment, &[addresses, &stale].concat()) {
@@ -66,6 +68,8 @@ impl<'m> Zone<'m> {
         }
         for address in addresses {
             let Err(failure) = firewalld.call(ADD_SOURCE, &self.name, *address) else { continue };
+            // ZONE_ALREADY_SET: the address already is a source of this zone, which is not an
+            // error. ZONE_CONFLICT: of another zone. Without a record, the undo must keep either.
             let is_in_this_zone = failure.has_firewalld_code("ZONE_ALREADY_SET");
             if is_unrecorded(address) && (is_in_this_zone || failure.has_firewalld_code("ZONE_CONFLICT")) {
                 added.foreign.push(*address);
@@ -125,6 +129,8 @@ impl<'m> Zone<'m> {
 
     /// Removes a source from the selected zones. Returns `false` if the source was in none of them.
     fn remove(&self, firewalld: &Firewalld<'_>, address: IpAddr, zones: ZoneSelection) -> Result<bool> {
+        // ZONE_CONFLICT: another zone has the source. INVALID_ZONE: firewalld does not have this
+        // zone. UNKNOWN_SOURCE, below: no zone has the source.
         let is_not_in_zone = |failure: &Failure| {
             failure.has_firewalld_code("ZONE_CONFLICT") || failure.has_firewalld_code("INVALID_ZONE")
         };

@@ -83,7 +83,7 @@ impl Plugin for Firewall {
     }
 
     /// Removes the attachment's rules and sources, and those of the Go plugin for the addresses in
-    /// `prevResult`.
+    /// `prevResult`. An invalid `prevResult` is only noted.
     fn del(&self, call: &Call<'_>) -> Result<()> {
         let addresses = match call.conf.prev_result() {
             Ok(prev) => prev.map_or_else(Vec::new, |prev| addresses(&prev)),
@@ -96,13 +96,15 @@ impl Plugin for Firewall {
         let attachment = call.attachment();
         let zone_addresses: &[IpAddr] = if conf.may_be_firewalld { &addresses } else { &[] };
         let from_zone = zone(call, &conf.zone).purge(AttachmentFilter::one(&attachment), zone_addresses, &[]);
-        // For one address, the Go plugin writes either a source or rules. So if its source was just
-        // removed, any rules for the address are another attachment's, and stay. If `purge` failed,
-        // which is reported below, each address may have rules.
+        // `purge` returns the sources of the Go plugin that it has removed. For one address, that
+        // plugin writes either a source or rules. So rules for an address whose source was just
+        // removed are another attachment's, and stay. If `purge` failed, which is reported below,
+        // each address may have rules.
         let sources_of_go = from_zone.as_deref().unwrap_or_default();
         let other_addresses: Vec<IpAddr> =
             addresses.into_iter().filter(|address| !sources_of_go.contains(address)).collect();
         let filter = AttachmentFilter::for_del(&attachment, &other_addresses);
+        // `Vec::new`: only GC has the list of valid attachments that shows the addresses in use.
         let from_rules = forward(call).purge(filter, &Vec::new).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
@@ -111,13 +113,16 @@ impl Plugin for Firewall {
     fn gc(&self, call: &Call<'_>, valid: &ValidAttachments) -> Result<()> {
         let filter = AttachmentFilter::Garbage { network: call.conf.name(), valid };
         let zone = zone(call, &CleanupConf::new(&call.conf).zone);
+        // The addresses of Go's unrecorded sources are not known, and no address is kept.
         let from_zone = zone.purge(filter, &[], &[]);
+        // `purge` may need the addresses several times, or not at all.
         let addresses_in_use = LazyCell::new(|| cached_addresses(call, valid));
         let from_rules = forward(call).purge(filter, &|| addresses_in_use.clone()).map_err(Error::from);
         Error::join([from_rules.err(), from_zone.err()].into_iter().flatten())
     }
 
-    /// Fails with code 50 if the backend that ADD would use does not work here.
+    /// Fails with code 50 if the backend that ADD would use, or the configured `egress`, does not
+    /// work here.
     fn status(&self, call: &Call<'_>) -> Result<()> {
         let conf = Conf::new(&call.conf)?;
         if conf.egress.is_some() {
@@ -127,6 +132,7 @@ impl Plugin for Firewall {
             BackendChoice::Rules(backend) => backend,
             BackendChoice::Firewalld => return zone(call, &conf.zone).probe().map_err(not_available),
         };
+        // `probe` would also fail without nf_tables, but would not name the key.
         if backend == Backend::Nftables && !nft_usable().map_err(not_available)? {
             return Err(Error::new(
                 Code::NOT_AVAILABLE,
@@ -136,7 +142,8 @@ impl Plugin for Firewall {
         forward(call).probe(backend, conf.nftables_admin_chain.as_ref()).map_err(not_available)
     }
 
-    /// Compares the rules as CHECK does and, with [`RestoreMode::Write`], writes them as ADD does.
+    /// Compares the rules as CHECK does and, with [`RestoreMode::Write`] and if one is missing,
+    /// writes all of them as ADD does.
     fn restore_rules<'a>(&self, call: &'a Call<'_>, mode: RestoreMode<'_, 'a>) -> Result<Option<Vec<String>>> {
         let missing = missing_rules(self.check(call))?;
         if let RestoreMode::Write(rollback) = mode
@@ -214,7 +221,8 @@ fn addresses(prev: &AddResult) -> Vec<IpAddr> {
 fn cached_addresses(call: &Call<'_>, valid: &ValidAttachments) -> Vec<IpAddr> {
     let read = |(container_id, ifname): (&str, &str)| {
         let name = format!("{}-{container_id}-{ifname}", call.conf.name());
-        // The names come from the runtime's list, and are not checked.
+        // The names come from the runtime's list, and are not checked: a slash could lead to
+        // another folder. Symbolic links are not followed.
         let path = if name.contains('/') { None } else { Some(Path::new(RESULT_CACHE).join(name)) };
         let path = path.filter(|path| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_file()))?;
         let bytes = file::read(&path).ok()?;
