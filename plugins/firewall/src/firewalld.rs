@@ -55,8 +55,8 @@ impl<'m> Zone<'m> {
     /// source of another zone.
     pub(crate) fn add(&self, attachment: &AttachmentId, addresses: &[IpAddr], added: &mut AddedSources) -> Result<()> {
         let recorded = sources::find(AttachmentFilter::one(attachment))?;
-        let is_unrecorded = |address: &IpAddr| !recorded.own.contains(address);
-        let stale: Vec<IpAddr> = recorded.own.iter().copied().filter(|address| !addresses.contains(address)).collect();
+        let is_unrecorded = |address: &IpAddr| !recorded.selected.contains(address);
+        let stale: Vec<IpAddr> = recorded.selected.iter().copied().filter(|old| !addresses.contains(old)).collect();
         let firewalld = Firewalld::connect(self.machine, OnSigterm::Kill)?;
         // Before the first change, which may fail.
         added.changed |= addresses.iter().any(is_unrecorded);
@@ -102,16 +102,16 @@ impl<'m> Zone<'m> {
     ) -> Result<Vec<IpAddr>> {
         let recorded = sources::find(selection)?;
         let stays = |address: &IpAddr| recorded.others.contains(address) || kept.contains(address);
-        if recorded.own.is_empty() && addresses.is_empty() {
+        if recorded.selected.is_empty() && addresses.is_empty() {
             return Ok(Vec::new());
         }
         let (mut unrecorded, mut errors) = (Vec::new(), Vec::new());
         // If firewalld does not run, it has no sources, and only the records are removed.
         if let Some(firewalld) = self.connect_if_running(OnSigterm::Finish)? {
-            for address in recorded.own.iter().filter(|address| !stays(address)) {
+            for address in recorded.selected.iter().filter(|address| !stays(address)) {
                 errors.extend(self.remove(&firewalld, *address, ZoneSelection::Any).err());
             }
-            for address in addresses.iter().filter(|address| !recorded.own.contains(address) && !stays(address)) {
+            for address in addresses.iter().filter(|address| !recorded.selected.contains(address) && !stays(address)) {
                 match self.remove(&firewalld, *address, ZoneSelection::This) {
                     Ok(true) => unrecorded.push(*address),
                     Ok(false) => {}
@@ -121,7 +121,7 @@ impl<'m> Zone<'m> {
         }
         // On failure the records stay, so that the next DEL or GC tries again.
         Error::join(errors)?;
-        if !recorded.own.is_empty() {
+        if !recorded.selected.is_empty() {
             sources::forget(selection)?;
         }
         Ok(unrecorded)

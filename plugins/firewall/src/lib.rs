@@ -179,7 +179,7 @@ fn find_missing(call: &Call<'_>, conf: &Conf, rules: &ForwardRules) -> Result<Ve
         BackendChoice::Firewalld => zone(call, &conf.zone),
     };
     let mut missing = zone.check(&rules.addresses)?;
-    let is_recorded = !sources::find(AttachmentFilter::one(&rules.attachment))?.own.is_empty();
+    let is_recorded = !sources::find(AttachmentFilter::one(&rules.attachment))?.selected.is_empty();
     // If sources are missing and there is no record, firewalld may have started after the ADD. Then
     // the ADD has written rules to the default backend.
     if !missing.is_empty() && !is_recorded && conf.backend.is_none() {

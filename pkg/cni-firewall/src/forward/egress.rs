@@ -313,7 +313,7 @@ pub fn check(rules: &ForwardRules) -> Result<Vec<String>> {
     for owned in owned_addresses(&owner, &rules.addresses, egress) {
         let element = element(&owned);
         if !element.exists(nft, TABLE)? {
-            missing.push(element.lack(TABLE, &owned.ingress));
+            missing.push(element.missing_sentence(TABLE, &owned.ingress));
         }
     }
     Ok(missing)

@@ -37,7 +37,7 @@ use crate::engine;
 use crate::nft::expr::{
     Expr, Verdict, ct_dnat, ct_established_related, daddr, iifname, in_set, jump, nfproto, not, oifname, saddr,
 };
-use crate::nft::{self, BaseChain, Batch, Family, Hook, Key, Kind, Nft, Rule, SearchFor, Table};
+use crate::nft::{self, BaseChain, Batch, Family, Hook, IfMissing, Key, Kind, Nft, Rule, Table};
 use cni_linux::error::{Cause, Error, Result};
 
 /// The name of the plugins' own table, used where no administrator's chain is configured.
@@ -321,14 +321,14 @@ pub(crate) fn list_record_chains(nft: &mut Nft) -> Result<Vec<RecordChain>> {
             }
         }
     }
-    chains.retain(|chain| chain.chain.is_some());
+    chains.retain(|chain| chain.existing.is_some());
     Ok(chains)
 }
 
 /// Whether a table records an address of the attachment `owner`.
 pub(super) fn has_addresses_of(nft: &mut Nft, owner: &str) -> Result<bool> {
     for chain in list_record_chains(nft)?.iter().filter(|chain| chain.name == OWNERS) {
-        let records = chain.search(nft, &[Key::comment(owner)], SearchFor::Compare)?;
+        let records = chain.search(nft, &[Key::comment(owner)], IfMissing::ReadAll)?;
         // The search can return records of other owners.
         if records.iter().any(|record| record.owned.owner == owner) {
             return Ok(true);
@@ -395,7 +395,7 @@ pub(super) fn check(nft: &mut Nft, rules: &ForwardRules) -> Result<Vec<String>> 
         for owned in &group {
             for object in objects(owned) {
                 // Two addresses can require the same rule.
-                let sentence = object.lack(table, &owned.ingress);
+                let sentence = object.missing_sentence(table, &owned.ingress);
                 if !object.exists(nft, table)? && !missing.contains(&sentence) {
                     missing.push(sentence);
                 }

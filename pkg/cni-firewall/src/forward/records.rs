@@ -15,7 +15,7 @@ use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
 use super::{Written, egress};
 use crate::iptables::rule_in_words;
 use crate::nft::expr::{daddr, iifname, not, oifname, saddr};
-use crate::nft::{Batch, Chain, Expr, Family, Key, Listed, Nft, Rule, Search, SearchFor, Table};
+use crate::nft::{Batch, Chain, Expr, Family, IfMissing, Key, Listed, Nft, Rule, Search, Table};
 use crate::owner::AttachmentFilter;
 
 /// Returns the rule without a verdict that records the owner and the policy of an address.
@@ -83,7 +83,7 @@ impl Object {
 
     /// Returns the sentence that reports that the object is missing. `ingress` is the policy of the
     /// address that requires it.
-    pub(super) fn lack(&self, table: Table<'_>, ingress: &Ingress) -> String {
+    pub(super) fn missing_sentence(&self, table: Table<'_>, ingress: &Ingress) -> String {
         match self {
             Object::Element { set, address } => format!("nft set {table} {set} lacks {address}"),
             Object::Rule { chain, .. } => {
@@ -145,7 +145,7 @@ pub(crate) struct RecordChain {
     table: String,
     pub(crate) name: &'static str,
     /// The chain in the kernel; `None` if it does not exist.
-    pub(super) chain: Option<Chain>,
+    pub(super) existing: Option<Chain>,
     /// Returns the objects that a record requires.
     objects: fn(&OwnedAddress) -> Vec<Object>,
 }
@@ -158,8 +158,8 @@ impl RecordChain {
         name: &'static str,
         objects: fn(&OwnedAddress) -> Vec<Object>,
     ) -> Result<RecordChain> {
-        let chain = nft.find_chain(table, name)?;
-        Ok(RecordChain { family: table.family, table: table.name.to_owned(), name, chain, objects })
+        let existing = nft.find_chain(table, name)?;
+        Ok(RecordChain { family: table.family, table: table.name.to_owned(), name, existing, objects })
     }
 
     pub(crate) fn table(&self) -> Table<'_> {
@@ -168,7 +168,7 @@ impl RecordChain {
 
     /// Returns the records of all attachments.
     pub(crate) fn records(&self, nft: &mut Nft) -> Result<Vec<NftRecord>> {
-        let Some(chain) = &self.chain else { return Ok(Vec::new()) };
+        let Some(chain) = &self.existing else { return Ok(Vec::new()) };
         Ok(records_among(&nft.rules(self.table(), &chain.name)?))
     }
 
@@ -176,12 +176,12 @@ impl RecordChain {
     /// comment, or that of an address. The result can contain other records too. Of a long chain,
     /// reads only the rules that its index has for the keys, or all rules for more than
     /// [`SEARCHED_MAX`] keys.
-    pub(super) fn search(&self, nft: &mut Nft, wanted: &[Key], purpose: SearchFor) -> Result<Vec<NftRecord>> {
+    pub(super) fn search(&self, nft: &mut Nft, wanted: &[Key], if_missing: IfMissing) -> Result<Vec<NftRecord>> {
         // No chain, or too many keys.
-        let Some(chain) = self.chain.as_ref().filter(|_| wanted.len() <= SEARCHED_MAX) else {
+        let Some(chain) = self.existing.as_ref().filter(|_| wanted.len() <= SEARCHED_MAX) else {
             return self.records(nft);
         };
-        let search = Search { keys_of: keys, appended: &[], wanted, purpose };
+        let search = Search { keys_of: keys, appended: &[], wanted, if_missing };
         let rules = nft.rules_with_keys(self.table(), chain, search)?;
         Ok(records_among(&rules))
     }
@@ -199,7 +199,7 @@ impl RecordChain {
     ) -> Result<()> {
         let addresses = wanted.addresses.iter().map(|owned| Key::address(owned.address));
         let keys: Vec<Key> = addresses.chain([Key::comment(wanted.owner)]).collect();
-        let records = self.search(nft, &keys, SearchFor::Append)?;
+        let records = self.search(nft, &keys, IfMissing::TrustIndex)?;
         let stale = wanted.stale_records(&records, &mut written.replaced)?;
         self.remove(nft, batch, &stale, wanted.in_table)?;
         written.changed |= self.add(nft, batch, &records, wanted.in_table)?;
@@ -212,7 +212,7 @@ impl RecordChain {
         let is_selected = selection.selector(owner::NAME);
         let records = match selection {
             AttachmentFilter::One { attachment, .. } => {
-                self.search(nft, &[Key::comment(&owner::name(attachment))], SearchFor::Compare)?
+                self.search(nft, &[Key::comment(&owner::name(attachment))], IfMissing::ReadAll)?
             }
             AttachmentFilter::Garbage { .. } => self.records(nft)?,
         };
@@ -241,7 +241,7 @@ impl RecordChain {
         // required by any record.
         let records = if unneeded.iter().all(|object| matches!(object, Object::Element { .. })) {
             let keys: Vec<Key> = removed.iter().map(|record| Key::address(record.owned.address)).collect();
-            self.search(nft, &keys, SearchFor::Compare)?
+            self.search(nft, &keys, IfMissing::ReadAll)?
         } else {
             self.records(nft)?
         };

@@ -25,7 +25,7 @@ const TABLE: Table<'_> = Table { family: Family::Inet, name: OWN_TABLE };
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
     /// The addresses of the selected attachments.
-    pub own: Vec<IpAddr>,
+    pub selected: Vec<IpAddr>,
     /// The addresses of all attachments that are not selected.
     pub others: Vec<IpAddr>,
 }
@@ -40,7 +40,7 @@ pub fn find(selection: AttachmentFilter<'_>) -> Result<Sources> {
     let mut nft = Nft::open()?;
     for record in find_record_chain(&mut nft)?.records(&mut nft)? {
         let owned = record.owned;
-        let addresses = if is_selected(&owned.owner) { &mut sources.own } else { &mut sources.others };
+        let addresses = if is_selected(&owned.owner) { &mut sources.selected } else { &mut sources.others };
         addresses.push(owned.address);
     }
     Ok(sources)
@@ -66,7 +66,7 @@ pub fn record(attachment: &AttachmentId, addresses: &[IpAddr]) -> Result<bool> {
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         let chain = find_record_chain(nft)?;
         // Not for an existing chain: that would make closing the socket slow.
-        if chain.chain.is_none() {
+        if chain.existing.is_none() {
             batch.ensure_table(TABLE, Some(OWN_TABLE_COMMENT));
             batch.ensure_chain(TABLE, RECORDS, None);
         }

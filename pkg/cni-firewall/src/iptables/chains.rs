@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
 use super::{Chain, Rule, Table, compat};
-use crate::nft::{self, Key, Listed, Nft, Retries, Search, SearchFor};
+use crate::nft::{self, IfMissing, Key, Listed, Nft, Retries, Search};
 use cni::Cidr;
 use cni::cidr::octets;
 use cni_linux::error::Result;
@@ -180,7 +180,7 @@ impl<'a> Chains<'a> {
         &mut self,
         name: &str,
         parts: &[Part<'_>],
-        purpose: SearchFor,
+        if_missing: IfMissing,
         is_wanted: impl Fn(&Rule) -> bool,
     ) -> Result<Vec<Rule>> {
         let keys: Option<Vec<Key>> = parts.iter().map(|part| part.key()).collect();
@@ -189,7 +189,7 @@ impl<'a> Chains<'a> {
             && let Some(chain) = self.find(name)?.filter(nft::is_long)
             && let Some(nft) = &mut self.nft
         {
-            let search = Search { keys_of: keys_in(self.family), appended: &[], wanted, purpose };
+            let search = Search { keys_of: keys_in(self.family), appended: &[], wanted, if_missing };
             let found = if self.makes_indexes {
                 Some(nft.rules_with_keys(self.table, &chain, search)?)
             } else {
@@ -236,8 +236,8 @@ impl<'a> Chains<'a> {
         if let Some(chain) = self.find(name)?.filter(nft::is_long) {
             let wanted: Vec<Key> = ports.iter().map(|port| Key::port(*port)).chain([Key::target(target)]).collect();
             let appended: Vec<Key> = address.into_iter().map(Key::address).collect();
-            let purpose = if address.is_some() { SearchFor::Append } else { SearchFor::Compare };
-            let index_search = Search { keys_of, appended: &appended, wanted: &wanted, purpose };
+            let if_missing = if address.is_some() { IfMissing::TrustIndex } else { IfMissing::ReadAll };
+            let index_search = Search { keys_of, appended: &appended, wanted: &wanted, if_missing };
             if let Some(found) = self.find_indexed(&chain, index_search)? {
                 return Ok(in_words(self.family, &found));
             }

@@ -41,7 +41,7 @@ mod lock;
 mod rule;
 mod tool;
 
-pub(crate) use super::nft::SearchFor;
+pub(crate) use super::nft::IfMissing;
 pub use chains::Chains;
 pub(crate) use chains::{JumpSearch, Part, single_address};
 pub(crate) use compat::{rule_in_words, words};

@@ -32,7 +32,7 @@ use cni::hash::sha512_hex;
 use cni::text::cut;
 
 use super::Wanted;
-use crate::iptables::{Chain, Chains, Edit, Part, Rule, SearchFor};
+use crate::iptables::{Chain, Chains, Edit, IfMissing, Part, Rule};
 use crate::owner::{ALIAS, AttachmentFilter, Untagged};
 use cni::AttachmentId;
 use cni_linux::error::Result;
@@ -191,12 +191,12 @@ struct ContainerRules {
 
 impl ContainerRules {
     /// Reads the rules of a container.
-    fn read(nat: &mut Chains<'_>, names: &RuleNames, purpose: SearchFor) -> Result<ContainerRules> {
+    fn read(nat: &mut Chains<'_>, names: &RuleNames, if_missing: IfMissing) -> Result<ContainerRules> {
         // Without the chain, POSTROUTING, which can be long, is not read: a rule cannot jump to a
         // chain that does not exist.
         let Some(chain) = nat.chain(&names.chain)?.cloned() else { return Ok(ContainerRules::default()) };
         let leads_to_chain = |rule: &Rule| rule.target() == Some(&names.chain);
-        let all_jumps = nat.find_rules(POSTROUTING, &[Part::Target(&names.chain)], purpose, leads_to_chain)?;
+        let all_jumps = nat.find_rules(POSTROUTING, &[Part::Target(&names.chain)], if_missing, leads_to_chain)?;
         let (jumps, other_jumps): (Vec<Rule>, Vec<Rule>) = all_jumps.into_iter().partition(|rule| names.is_jump(rule));
         Ok(ContainerRules { chain: Some(chain), jumps, has_other_jumps: !other_jumps.is_empty() })
     }
@@ -348,7 +348,7 @@ impl ContainerRules {
 /// are of the family of `nat`.
 pub(super) fn ensure(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Edit> {
     let (mut edit, names) = (Edit::new(), RuleNames::new(wanted.attachment));
-    let rules = ContainerRules::read(nat, &names, SearchFor::Append)?;
+    let rules = ContainerRules::read(nat, &names, IfMissing::TrustIndex)?;
     rules.add_missing(&mut edit, &names, nat.family(), wanted);
     let tags: Vec<Vec<String>> = wanted.addresses.iter().map(|address| names.tag(*address)).collect();
     let is_outdated = |tag: &Tag<'_>| tag.alias == names.alias && !tags.iter().any(|words| tag.rule.matches(words));
@@ -366,7 +366,7 @@ pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Resul
     match filter {
         AttachmentFilter::One { attachment, untagged } => {
             let names = RuleNames::new(attachment);
-            let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
+            let rules = ContainerRules::read(nat, &names, IfMissing::ReadAll)?;
             rules.remove(&mut edit, &names.chain, is_garbage, untagged, &[]);
         }
         AttachmentFilter::Garbage { network, valid } => {
@@ -385,7 +385,7 @@ pub(super) fn purge(nat: &mut Chains<'_>, filter: AttachmentFilter<'_>) -> Resul
 /// wanted addresses are of the family of `nat`.
 pub(super) fn check(nat: &mut Chains<'_>, wanted: &Wanted<'_>) -> Result<Option<Vec<String>>> {
     let names = RuleNames::new(wanted.attachment);
-    let rules = ContainerRules::read(nat, &names, SearchFor::Compare)?;
+    let rules = ContainerRules::read(nat, &names, IfMissing::ReadAll)?;
     if rules.chain.is_none() {
         return Ok(None);
     }

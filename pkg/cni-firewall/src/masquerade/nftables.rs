@@ -25,7 +25,7 @@ use cni::text::cut;
 
 use super::Wanted;
 use super::iptables::multicast;
-use crate::iptables::{SearchFor, words};
+use crate::iptables::{IfMissing, words};
 use crate::nft::expr::{Expr, Verdict, daddr, masked, nfproto, not, saddr};
 use crate::nft::{self, BaseChain, Batch, Hook, Key, Kind, Listed, Nft, Rule, Search, Table, mentions};
 use crate::owner::{AttachmentFilter, OwnerForm};
@@ -82,14 +82,14 @@ pub(crate) fn key_of(comment: &str) -> &str {
 }
 
 /// Returns the rules of the attachment.
-fn find(nft: &mut Nft, attachment: &AttachmentId, purpose: SearchFor) -> Result<Vec<Listed>> {
+fn find(nft: &mut Nft, attachment: &AttachmentId, if_missing: IfMissing) -> Result<Vec<Listed>> {
     let Some(chain) = nft.find_chain(TABLE, CHECKS)? else { return Ok(Vec::new()) };
     let key = attachment_key(attachment);
     let search = Search {
         keys_of: |listed| vec![Key::comment(key_of(listed.rule.comment.as_deref().unwrap_or_default()))],
         appended: &[],
         wanted: &[Key::comment(&key)],
-        purpose,
+        if_missing,
     };
     let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
     rules.retain(|listed| listed.rule.comment.as_deref().is_some_and(|comment| key_of(comment) == key));
@@ -124,7 +124,7 @@ pub(super) fn ensure(nft: &mut Nft, batch: &mut Batch, wanted: &Wanted<'_>) -> R
         add_shared_chains(batch);
     }
     let mut missing = wanted.addresses.clone();
-    for listed in find(nft, wanted.attachment, SearchFor::Append)? {
+    for listed in find(nft, wanted.attachment, IfMissing::TrustIndex)? {
         match missing.iter().position(|address| is_rule_of(&listed, *address, &wanted.exclude)) {
             Some(position) => drop(missing.remove(position)),
             None => batch.delete_rule(TABLE, CHECKS, listed.handle),
@@ -173,7 +173,7 @@ fn has_shared_chains(nft: &mut Nft) -> Result<bool> {
 /// Go.
 pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'_>) -> Result<()> {
     let rules = match filter {
-        AttachmentFilter::One { attachment, .. } => find(nft, attachment, SearchFor::Compare)?,
+        AttachmentFilter::One { attachment, .. } => find(nft, attachment, IfMissing::ReadAll)?,
         AttachmentFilter::Garbage { network, .. } => {
             let (is_selected, beginning) = (filter.selector(KEY), network_key(network));
             let mut rules = nft.rules_where(TABLE, CHECKS, |rule| mentions(rule, &beginning))?;
@@ -191,7 +191,7 @@ pub(super) fn purge(nft: &mut Nft, batch: &mut Batch, filter: AttachmentFilter<'
 /// without nf_tables, all rules are missing.
 pub(super) fn check(nft: &mut Nft, wanted: &Wanted<'_>) -> Result<Vec<String>> {
     let leads_to_checks = has_shared_chains(nft)?;
-    let rules = find(nft, wanted.attachment, SearchFor::Compare)?;
+    let rules = find(nft, wanted.attachment, IfMissing::ReadAll)?;
     let mut missing = Vec::new();
     for address in &wanted.addresses {
         if !rules.iter().any(|listed| is_rule_of(listed, *address, &wanted.exclude)) {

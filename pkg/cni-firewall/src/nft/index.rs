@@ -53,12 +53,12 @@ const FILE_MAX: u64 = 64 << 20;
 
 /// What a search does if the chain's index lacks a wanted key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SearchFor {
+pub(crate) enum IfMissing {
     /// Trusts the index. For a caller that then appends the missing rule: the kernel reports with
     /// the transaction whether the index had all rules.
-    Append,
+    TrustIndex,
     /// Reads all rules of the chain. For all other callers, for example those that delete rules.
-    Compare,
+    ReadAll,
 }
 
 /// How a feature searches the rules of one of its chains.
@@ -70,8 +70,8 @@ pub(crate) struct Search<'a> {
     pub(crate) appended: &'a [Key],
     /// The keys of the wanted rules.
     pub(crate) wanted: &'a [Key],
-    /// What the caller does with the found rules.
-    pub(crate) purpose: SearchFor,
+    /// What the search does if the index lacks a wanted key.
+    pub(crate) if_missing: IfMissing,
 }
 
 impl Search<'_> {
@@ -310,7 +310,7 @@ impl Nft {
         chain: &Chain,
         keys_of: fn(&Listed) -> Vec<Key>,
     ) -> Result<()> {
-        let search = Search { keys_of, appended: &[], wanted: &[], purpose: SearchFor::Append };
+        let search = Search { keys_of, appended: &[], wanted: &[], if_missing: IfMissing::TrustIndex };
         if is_long(chain) { self.load_index(table, chain, search) } else { Ok(()) }
     }
 
@@ -323,7 +323,7 @@ impl Nft {
         search: Search<'_>,
     ) -> Result<Option<Vec<Listed>>> {
         self.load_index(table, chain, search)?;
-        self.rules_by_used_index(table, chain, search.wanted, search.purpose == SearchFor::Compare)
+        self.rules_by_used_index(table, chain, search.wanted, search.if_missing == IfMissing::ReadAll)
     }
 
     /// Returns the chain's rules with one of these keys by an index that was used since the last

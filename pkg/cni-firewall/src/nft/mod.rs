@@ -31,7 +31,7 @@ pub(crate) use batch::RulePosition;
 pub use batch::{BaseChain, Batch, Hook, Kind};
 pub use decode::{has_any_pair, mentions};
 pub use expr::{Expr, Verdict};
-pub(crate) use index::{Key, Search, SearchFor, is_long};
+pub(crate) use index::{IfMissing, Key, Search, is_long};
 pub(crate) use lists::Retries;
 pub use socket::{Generation, Nft, raced};
 

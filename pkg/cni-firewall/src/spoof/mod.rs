@@ -33,7 +33,7 @@ use super::engine;
 use super::nft::expr::{ether_saddr, ether_saddr_of, iifname_of};
 use super::nft::userdata::{self, comment_len, tag_len};
 use super::nft::{
-    BaseChain, Batch, Chain, Expr, Family, Hook, Kind, Listed, Nft, Rule, Search, SearchFor, Table, Verdict,
+    BaseChain, Batch, Chain, Expr, Family, Hook, IfMissing, Kind, Listed, Nft, Rule, Search, Table, Verdict,
 };
 use super::owner::{NETWORK_HASH_LEN, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash};
 use cni::AttachmentId;
@@ -197,7 +197,7 @@ impl IdRules {
 /// Returns the rules of PREROUTING that belong to the ID.
 fn find_jumps(nft: &mut Nft, id: &Id) -> Result<Vec<Listed>> {
     let Some(chain) = nft.find_chain(TABLE, PREROUTING)? else { return Ok(Vec::new()) };
-    let search = Search { keys_of: identity::keys, appended: &[], wanted: &[id.key()], purpose: SearchFor::Compare };
+    let search = Search { keys_of: identity::keys, appended: &[], wanted: &[id.key()], if_missing: IfMissing::ReadAll };
     let mut rules = nft.rules_with_keys(TABLE, &chain, search)?;
     rules.retain(|listed| id.owns(&listed.rule));
     Ok(rules)

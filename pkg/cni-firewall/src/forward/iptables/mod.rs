@@ -33,7 +33,7 @@ use cni_linux::route::Family;
 
 use super::owner::{self, Ingress, OwnedAddress, Record, Wanted};
 use super::{ForwardRules, Written};
-use crate::iptables::{Chains, Edit, Part, Rule, SearchFor, single_address};
+use crate::iptables::{Chains, Edit, IfMissing, Part, Rule, single_address};
 use crate::nft::RulePosition::{self, First, Last};
 use crate::owner::AttachmentFilter;
 
@@ -59,11 +59,11 @@ const SEARCHED_MAX: usize = 16;
 
 /// Returns the rules of `chain` that have one of the parts. The result can contain some other rules
 /// too.
-fn find_rules(filter: &mut Chains<'_>, chain: &str, parts: &[Part<'_>], purpose: SearchFor) -> Result<Vec<Rule>> {
+fn find_rules(filter: &mut Chains<'_>, chain: &str, parts: &[Part<'_>], if_missing: IfMissing) -> Result<Vec<Rule>> {
     if parts.len() > SEARCHED_MAX {
         return Ok(filter.rules(chain)?.to_vec());
     }
-    filter.find_rules(chain, parts, purpose, |_| true)
+    filter.find_rules(chain, parts, if_missing, |_| true)
 }
 
 /// Existing rules by chain and words, with all copies of each.
@@ -77,13 +77,13 @@ impl ExistingRules {
         filter: &mut Chains<'_>,
         rules: &ForwardRules,
         addresses: &[OwnedAddress],
-        purpose: SearchFor,
+        if_missing: IfMissing,
     ) -> Result<ExistingRules> {
         let mut existing = ExistingRules::default();
         // One search finds the jump and the accepting rules, because the chain can be long.
         let accepting = addresses.iter().map(|owned| Part::Address(owned.address));
         let parts: Vec<Part<'_>> = accepting.chain([Part::Target(&rules.iptables_admin_chain)]).collect();
-        existing.add(CNI_FORWARD, find_rules(filter, CNI_FORWARD, &parts, purpose)?);
+        existing.add(CNI_FORWARD, find_rules(filter, CNI_FORWARD, &parts, if_missing)?);
         for stage in stages(&rules.ingress) {
             existing.add(stage, filter.rules(stage)?.to_vec());
         }
@@ -148,10 +148,10 @@ pub(super) fn ensure(filter: &mut Chains<'_>, rules: &ForwardRules, written: &mu
         }
     }
     order_jumps(filter, &mut edit, &[&[CNI_FORWARD], stages(&rules.ingress)].concat())?;
-    let existing = ExistingRules::read(filter, rules, addresses, SearchFor::Append)?;
+    let existing = ExistingRules::read(filter, rules, addresses, IfMissing::TrustIndex)?;
     let of_addresses = addresses.iter().map(|owned| Part::Address(owned.address));
     let parts: Vec<Part<'_>> = of_addresses.chain([Part::Comment(owner)]).collect();
-    let records = records_among(&find_rules(filter, OWNERS, &parts, SearchFor::Append)?);
+    let records = records_among(&find_rules(filter, OWNERS, &parts, IfMissing::TrustIndex)?);
     for (chain, words, position) in required_rules(rules, addresses) {
         let copies = existing.find(chain, &words);
         delete_duplicates(&mut edit, chain, copies);
@@ -238,7 +238,7 @@ pub(super) fn purge(
     let (found_rules, unrecorded_addresses) = match selection {
         AttachmentFilter::One { attachment, untagged } => {
             let name = owner::name(attachment);
-            let found = filter.find_rules(OWNERS, &[Part::Comment(&name)], SearchFor::Compare, has_no_target)?;
+            let found = filter.find_rules(OWNERS, &[Part::Comment(&name)], IfMissing::ReadAll, has_no_target)?;
             (found, untagged.addresses())
         }
         AttachmentFilter::Garbage { network, .. } => {
@@ -273,7 +273,7 @@ pub(super) fn check(filter: &mut Chains<'_>, rules: &ForwardRules) -> Result<(Ve
             missing.push(format!("iptables chain {chain} is missing from table filter"));
         }
     }
-    let mut existing = ExistingRules::read(filter, rules, addresses, SearchFor::Compare)?;
+    let mut existing = ExistingRules::read(filter, rules, addresses, IfMissing::ReadAll)?;
     let mut accepting = addresses.iter().flat_map(|owned| accept_rules(owned.address));
     let accepts_any = accepting.any(|words| !existing.find(CNI_FORWARD, &words).is_empty());
     if !missing.is_empty() {
@@ -330,8 +330,8 @@ impl Removal<'_> {
             return Ok(());
         }
         let parts: Vec<Part<'_>> = candidates.iter().copied().map(Part::Address).collect();
-        let accepting = find_rules(filter, CNI_FORWARD, &parts, SearchFor::Compare)?;
-        let owner_rules = find_rules(filter, OWNERS, &parts, SearchFor::Compare)?;
+        let accepting = find_rules(filter, CNI_FORWARD, &parts, IfMissing::ReadAll)?;
+        let owner_rules = find_rules(filter, OWNERS, &parts, IfMissing::ReadAll)?;
         let unneeded = self.unneeded_rules(&candidates, &owner_rules);
         // A rule that is not whole does more than its words say, so another program wrote it.
         for rule in accepting.iter().filter(|rule| rule.whole && unneeded.contains(&rule.words)) {

@@ -202,7 +202,7 @@ fn another_table_is_changed_as_nat_is() {
         iptables
             .change(family, variant, |table| {
                 let mut edit = Edit::new();
-                for rule in table.find_rules("FORWARD", &[Part::Target("CNI-FORWARD")], SearchFor::Compare, |_| true)? {
+                for rule in table.find_rules("FORWARD", &[Part::Target("CNI-FORWARD")], IfMissing::ReadAll, |_| true)? {
                     edit.delete("FORWARD", &rule);
                 }
                 if let Some(chain) = table.chain("CNI-FORWARD")? {

@@ -15,7 +15,7 @@ use cni::machine::OnSigterm;
 use super::conflict::{ConflictSearch, SearchedTables};
 use super::{ClaimedPort, FamilyRequest, Forwarding, Policy};
 use crate::engine::Store;
-use crate::iptables::{Chains, Edit, FAMILIES, JumpSearch, Part, Rule, SearchFor, Variant, program_prefix};
+use crate::iptables::{Chains, Edit, FAMILIES, IfMissing, JumpSearch, Part, Rule, Variant, program_prefix};
 use crate::nft::Retries;
 use cni_linux::error::Result;
 use cni_linux::route::Family;
@@ -101,7 +101,7 @@ fn is_own(group: &RuleGroup<'_>, wanted: &Forwarding) -> bool {
 fn find_shared_rules(nat: &mut Chains<'_>, chain: &str, words: &[String]) -> Result<Vec<Rule>> {
     // The target is the last word, or MARK before its option.
     let target = words.iter().skip_while(|word| *word != "-j").nth(1).map_or("", String::as_str);
-    nat.find_rules(chain, &[Part::Target(target)], SearchFor::Compare, |rule| rule.matches(words))
+    nat.find_rules(chain, &[Part::Target(target)], IfMissing::ReadAll, |rule| rule.matches(words))
 }
 
 /// Plans the shared chains and rules that are missing, and the removal of duplicates.

@@ -18,7 +18,7 @@ use super::shape::{self, CONTAINER_CHAINS, HOSTIP_HOSTPORTS, HOSTPORTS, MASQUERA
 use super::{ClaimedPort, FamilyRequest};
 use crate::iptables::FAMILIES;
 use crate::nft::userdata::{self, comment_len, tag_len};
-use crate::nft::{Chain, Key, Listed, Nft, Rule, Search, SearchFor, has_any_pair, mentions};
+use crate::nft::{Chain, IfMissing, Key, Listed, Nft, Rule, Search, has_any_pair, mentions};
 use crate::owner::{NETWORK_HASH_LEN, OwnerForm, OwnerTag, TAG_ALIAS, TAG_HASHES, network_hash, shortened};
 use cni::AttachmentId;
 use cni::cidr::octets;
@@ -184,8 +184,8 @@ pub(super) fn read_rules(
                 rules_of_chain
             }
             Some(chain) => {
-                let purpose = if extended.contains(&name) { SearchFor::Append } else { SearchFor::Compare };
-                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, purpose };
+                let if_missing = if extended.contains(&name) { IfMissing::TrustIndex } else { IfMissing::ReadAll };
+                let search = Search { keys_of: shape::keys, appended: &[], wanted: keys, if_missing };
                 nft.rules_with_keys(table, chain, search)?
             }
             None => continue,
