@@ -212,7 +212,7 @@ fn an_add_to_an_interface_that_exists_calls_no_plugin() {
     succeeded(&operator.call(&["del", "net1", operator.netns(), "--ifname", "eth1"]).run());
 }
 
-/// loopback ignores CNI_IFNAME, which cnitool sets to eth0.
+/// loopback ignores CNI_IFNAME, which cnitool sets to eth0, but other plugins of its list do not.
 #[test]
 fn loopback_is_added_beside_another_interface() {
     require!(probe::plugin("cnitool"));
@@ -223,6 +223,11 @@ fn loopback_is_added_beside_another_interface() {
     let result = succeeded(&operator.run("add"));
     assert!(result.contains("127.0.0.1/8"), "{result}");
     succeeded(&operator.run("del"));
+
+    let plugins = json!([{"type": "loopback"}, {"type": "spy1"}]);
+    operator.configuration("20-net2.conflist", &json!({"cniVersion": "1.0.0", "name": "net2", "plugins": plugins}));
+    failed(&operator.call(&["add", "net2", operator.netns()]).run(), &["code 102", "nothing was changed"]);
+    assert_eq!(operator.log(), [""; 0]);
 }
 
 #[test]

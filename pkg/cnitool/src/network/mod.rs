@@ -81,7 +81,7 @@ impl VerbRun<'_> {
     /// # Errors
     /// - As [`configuration`](VerbRun::configuration).
     /// - Code 4 if the namespace does not exist, or a variable is malformed.
-    /// - Code 102 if the namespace has an interface CNI_IFNAME.
+    /// - Code 102 if the namespace has an interface CNI_IFNAME, unless all plugins are loopback.
     /// - The error of ADD.
     /// - Code 5 if the result cannot be printed. The namespace remains attached then.
     fn add(&self, streams: &mut Streams<'_>) -> Result<(), Error> {
@@ -89,7 +89,7 @@ impl VerbRun<'_> {
         let mut attachment = self.attachment()?;
         self.refuse_absent_netns(&attachment)?;
         // loopback creates no interface and ignores CNI_IFNAME.
-        if list.plugins().first().is_none_or(|plugin| plugin.kind() != "loopback") {
+        if list.plugins().iter().any(|plugin| plugin.kind() != "loopback") {
             self.refuse_taken_ifname(&attachment)?;
         }
         // An ADD takes no values from the cache entry of an earlier ADD.
