@@ -291,7 +291,8 @@ fn measure_crowd(ready: &Ready, case: &Case, round: usize, rows: &mut Vec<Row>) 
     for verb in ["ADD", "DEL"] {
         let before = children_cpu()?;
         let begin = Instant::now();
-        // Returns the time from the common start to the end of the attachment's last plugin.
+        // Returns the time from the common start to the end of the attachment's last plugin, with
+        // the threads' starts and the files of the first calls.
         let run = |attachment: &Attachment, result: &mut Option<Value>| -> Result<f64> {
             *result = Some(chain.run(verb, attachment, result.as_ref(), |call| call.run(&mut Cost::default()))?);
             Ok(milliseconds_since(begin))

@@ -172,8 +172,7 @@ impl Tracer<'_> {
                     true => self.foreign.remove(&pid),
                     false => self.foreign.insert(pid),
                 };
-                // The first program of the folder is the plugin itself. Before it, the exec of the
-                // shell may be reported, which had not ended when the tracer attached.
+                // The first program of the folder is the plugin itself.
                 self.counts.programs += usize::from(self.has_begun);
                 self.has_begun |= is_own;
             }

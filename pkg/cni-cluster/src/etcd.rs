@@ -32,7 +32,7 @@ impl Etcd<'_> {
         let response = self.client.send("POST", &format!("/v3/kv/{path}"), "application/json", &body.to_string())?;
         match response.status {
             200 if response.json["header"]["revision"].is_string() => Ok(response.json),
-            // etcd does not answer so.
+            // Every answer of etcd has a revision.
             200 => Err(response.error(Code::TRY_AGAIN)),
             // With its authentication, the gateway refuses certificates that have a CommonName.
             400 | 401 | 403 => {

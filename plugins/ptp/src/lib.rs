@@ -166,7 +166,7 @@ fn add_route(context: &AttachmentContext<'_, Conf>, route: &Route) -> Result<()>
         let link = if other.oif == 0 { None } else { host.find_link_by_index(other.oif)? };
         let name = link.as_ref().map_or("another interface", |link| &link.name);
         let has_no_container = |link: &Link| {
-            // Neither does a pair with both ends on the host lead into a container.
+            // A pair with both ends on the host leads into no container either.
             link.is_veth() && (link.peer_netnsid.is_none() || host.peer_is_gone(link).unwrap_or(false))
         };
         let dst = route.dst;
