@@ -116,10 +116,11 @@ fn explain_failure(call: &Call<'_>, error: cni_linux::Error, conf: &Conf, backen
     error.into()
 }
 
-/// Prints a note if chains of other nftables tables drop packets that this ADD's rules accept.
+/// Prints a note if chains of other nftables tables drop packets that this ADD's rules accept. With
+/// the backend iptables, only `cnitool doctor` reports such chains.
 fn note_dropping_chains(call: &Call<'_>, conf: &Conf, choice: BackendChoice) {
     let (backend, advice) = match choice {
-        // The rules accept packets in iptables' own table, before its policy can drop them.
+        // The list would have iptables' own chain FORWARD, whose policy the rules precede.
         BackendChoice::Rules(Backend::Iptables) => return,
         BackendChoice::Rules(Backend::Nftables) => ("backend nftables", "name the chain in \"nftablesChain\""),
         BackendChoice::Firewalld => ("firewalld", "accept the containers' addresses in that chain too"),

@@ -24,8 +24,8 @@ pub(crate) struct Zone<'m> {
 /// error.
 #[derive(Debug, Default)]
 pub(crate) struct AddedSources {
-    /// Whether addresses may have been added or recorded. If so, the caller owes an undo if its ADD
-    /// fails.
+    /// Whether addresses that the attachment had no record of may have been added or recorded. If
+    /// so, the caller owes an undo if its ADD fails.
     pub(crate) changed: bool,
     /// Whether the attachment, or one without a DEL that had one of the addresses, was recorded
     /// before.
@@ -58,7 +58,8 @@ impl<'m> Zone<'m> {
         let is_unrecorded = |address: &IpAddr| !recorded.selected.contains(address);
         let stale: Vec<IpAddr> = recorded.selected.iter().copied().filter(|old| !addresses.contains(old)).collect();
         let firewalld = Firewalld::connect(self.machine, OnSigterm::Kill)?;
-        // Before the first change, which may fail.
+        // Set before the first change, which may fail. If an earlier ADD has recorded all
+        // addresses, the failure of this one does not remove them.
         added.changed |= addresses.iter().any(is_unrecorded);
         // The stale addresses stay recorded until they are removed.
         match sources::record(attachment, &[addresses, &stale].concat()) {

@@ -14,8 +14,9 @@ use cni_linux::{Link, Netlink, sysctl};
 
 use crate::conf::Conf;
 
-/// Maps the configured ports to the addresses in `prev`, and pushes the undo onto `rollback`.
-/// Without a configured port or an address, only removes dead containers' rules to the addresses.
+/// Maps the configured ports to the addresses in `prev`, and pushes the undo onto `rollback`. If no
+/// port is configured, only removes dead containers' rules to the addresses. If `prev` has no
+/// address of the container, changes nothing.
 ///
 /// # Errors
 /// - Code 102 if another container that exists has one of the ports.
@@ -36,10 +37,10 @@ pub(crate) fn add<'a>(call: &'a Call<'_>, conf: &Conf, prev: &AddResult, rollbac
         PortMap::new(call.machine, call.notes.clone()).remove_stale(&forwarding);
         return Ok(());
     }
-    let blocking_link = find_link_without_localnet(call, &forwarding);
+    let link_without_localnet = find_link_without_localnet(call, &forwarding);
     // Even if no port is wanted, the chains are written, because Go's CHECK looks for them.
     write_rules(call, conf, &forwarding, rollback)?;
-    if let Some(link) = blocking_link {
+    if let Some(link) = link_without_localnet {
         // The rollback does not reset the sysctl: other attachments may share the interface, for
         // example a bridge.
         match sysctl::write(&localnet_key(&link), "1") {

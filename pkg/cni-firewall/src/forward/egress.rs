@@ -338,7 +338,7 @@ pub fn probe() -> Result<()> {
 /// Returns how many packets the rules of a network's chain have dropped since they were written.
 pub(crate) fn count_dropped(nft: &mut Nft, chain: &str) -> Result<u64> {
     // A decoded rule does not have the value of its counter, so the closure reads the bytes and
-    // selects no rule. A list may be read twice, so each rule is counted by its handle.
+    // selects no rule. A list may be read more than once: the map has one value for each rule.
     let packets = RefCell::new(BTreeMap::new());
     nft.rules_where(TABLE, chain, |rule| {
         let handle = decode::place(rule).map(|place| place.handle);

@@ -204,10 +204,9 @@ impl<'m> Forward<'m> {
     }
 }
 
-/// Checks the rules of one family in the variants of iptables, the host's own first. Returns the
-/// result of the first variant that accepts an address; if no variant does, that of the first one.
-/// The result is that of [`iptables::check`]. If no variant can have rules, the result is that the
-/// chain is missing.
+/// Checks the rules of one family in the variants of iptables, the host's own first. Returns what
+/// [`iptables::check`] returns for the first variant that accepts an address; if no variant does,
+/// for the first one. If no variant can have rules, reports that the chain is missing.
 fn check_in_iptables(iptables: &mut Iptables<'_>, rules: &ForwardRules, family: Family) -> Result<(Vec<String>, bool)> {
     let host_variant = iptables.chosen_variant(family)?.unwrap_or(Variant::Nft);
     let mut variants = iptables.variants_to_search(family, &[iptables::CNI_FORWARD])?;

@@ -148,9 +148,9 @@ pub(super) fn match_family(table: Table<'_>, address: IpAddr) -> Vec<Expr> {
     if table.family == Family::Inet { nfproto(address) } else { Vec::new() }
 }
 
-/// Returns the rules of [`CNI_FORWARD`] in the table of `entry_chain`: they accept packets from
-/// containers and the replies and, with `accepts_redirected`, redirected connections to the
-/// addresses in the sets [`REDIRECTED`].
+/// Returns the rules of [`CNI_FORWARD`] in the table of `entry_chain`: the jump to [`STAGE_1`],
+/// then rules that accept packets from containers and the replies and, with `accepts_redirected`,
+/// redirected connections to the addresses in the sets [`REDIRECTED`].
 fn forward_rules(entry_chain: &EntryChain, accepts_redirected: bool) -> Vec<Vec<Expr>> {
     let table = entry_chain.table();
     let mut rules = vec![vec![jump(STAGE_1)]];

@@ -189,7 +189,8 @@ impl RecordChain {
     /// Adds to `batch` the changes after which the attachment has exactly the records of
     /// `wanted.in_table` in this chain, with all objects that they require. Removes the [stale
     /// records](Wanted::stale_records). Sets `written.replaced`, and `written.changed` if a record
-    /// is added. The chain must exist, or `batch` must create it.
+    /// is added. The chain must exist, or `batch` must create it. An index is also trusted if no
+    /// record is added: otherwise each ADD would read the whole chain of an earlier configuration.
     pub(super) fn ensure(
         &self,
         nft: &mut Nft,
@@ -257,7 +258,8 @@ impl RecordChain {
     }
 
     /// Adds to `batch` the records of `wanted` that are not among `records`, and the missing
-    /// objects that `wanted` requires. Returns whether it adds a record.
+    /// objects that `wanted` requires. Returns whether it adds a record. All chains and sets must
+    /// exist, or `batch` must create them.
     pub(super) fn add(
         &self,
         nft: &mut Nft,

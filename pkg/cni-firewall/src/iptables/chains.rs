@@ -70,8 +70,8 @@ pub(super) fn keys_in(family: Family) -> fn(&Listed) -> Vec<Key> {
     fn keys(family: Family, listed: &Listed) -> Vec<Key> {
         let rule = compat::rule_in_words(family, listed);
         let addresses = ["-s", "-d"].into_iter().filter_map(|option| single_address(&rule, option));
-        // A rule without a target gets the key of an empty name: every search would return a rule
-        // without keys.
+        // A rule without a target gets the key of an empty name. If the rule had no key at all,
+        // every search would return it.
         let target = Key::target(rule.target().unwrap_or_default());
         std::iter::once(target).chain(rule.comment().map(Key::comment)).chain(addresses.map(Key::address)).collect()
     }
@@ -95,7 +95,8 @@ pub(crate) struct JumpSearch<'a> {
     pub(crate) ports: &'a [u16],
     /// The chain of a container: rules that jump to this chain are found too.
     pub(crate) target: &'a str,
-    /// The address that the caller's own rules lead to; `None` for a caller that adds no rules.
+    /// The address that the caller's own rules lead to: an index that lacks a key is trusted. With
+    /// `None`, all rules are read then.
     pub(crate) address: Option<IpAddr>,
     /// Returns the keys of a jump in the index; none for a rule that every search must return.
     pub(crate) keys_of: fn(&Listed) -> Vec<Key>,
@@ -135,7 +136,8 @@ impl<'a> Chains<'a> {
         }
     }
 
-    /// Returns the chain of iptables-nft without its rules; `None` if it does not exist.
+    /// Returns the chain of iptables-nft without its rules; `None` if it does not exist, and always
+    /// for iptables-legacy.
     fn find(&mut self, name: &str) -> Result<Option<nft::Chain>> {
         let Some(nft) = &mut self.nft else { return Ok(None) };
         if let Some(found) = self.found_chains.get(name) {
@@ -175,7 +177,7 @@ impl<'a> Chains<'a> {
     ///
     /// Of a long chain over netlink, reads only the rules that the chain's index has for a part.
     /// [`scan_rules`](Chains::scan_rules) is for a chain at whose beginning rules are inserted,
-    /// which cannot keep an index.
+    /// which cannot keep an index, and for [`Part::CommentBeginning`], which has no key.
     pub(crate) fn find_rules(
         &mut self,
         name: &str,

@@ -55,7 +55,8 @@ const FILE_MAX: u64 = 64 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IfMissing {
     /// Trusts the index. For a caller that then appends the missing rule: the kernel reports with
-    /// the transaction whether the index had all rules.
+    /// the transaction whether the index had all rules. If the caller appends nothing to the chain,
+    /// a rule that the index lacks is overlooked.
     TrustIndex,
     /// Reads all rules of the chain. For all other callers, for example those that delete rules.
     ReadAll,
@@ -176,8 +177,8 @@ impl Index {
     ///
     /// Also removes the file if the state is not known: the kernel has not reported an appended
     /// rule, a rule follows the last appended one, or the transaction has changed the rules in
-    /// another way. Then returns `false` if the index was read from a file, which may have lacked
-    /// rules when the transaction was planned.
+    /// another way. Then returns `false` if the index was read from a file: the file may have
+    /// lacked rules when the transaction was planned, so the caller must plan again.
     pub(crate) fn update(mut self, changes: &[Change], reported: &[Appended]) -> bool {
         let Effects { appends, deleted, has_others } = self.effects(changes);
         // The begin message has position 0 in the batch, and the first change position 1.
@@ -197,7 +198,7 @@ impl Index {
         }
         for report in reports {
             let mut keys = (self.keys_of)(&report.listed);
-            // Every search returns a rule without keys, so such a rule must not get a key.
+            // A rule without keys stays without: every search must return it.
             if !keys.is_empty() {
                 keys.extend(&self.appended);
             }

@@ -215,8 +215,8 @@ pub(crate) const FORBIDDEN_KEYWORDS: &str = "accept drop reject return jump goto
 ///
 /// nft's scanner needs no spaces between tokens: `{1.2.3.4}accept` is a set and a statement, and
 /// `1.2.3.4accept` and `0x1jump` are two tokens each. So a condition is split at digits and at all
-/// characters that cannot be part of a name, and each part is compared with the
-/// [`FORBIDDEN_KEYWORDS`].
+/// characters that cannot be part of a name, and [`ends_in_keyword`] compares the end of each part
+/// with the [`FORBIDDEN_KEYWORDS`].
 ///
 /// # Errors
 /// The keyword that was found, or the whole condition if it contains a forbidden character or an

@@ -244,7 +244,8 @@ pub(super) fn purge(
         AttachmentFilter::Garbage { network, .. } => {
             let prefixes = (owner::NAME.prefixes)(network);
             let parts: Vec<Part<'_>> = prefixes.iter().map(|prefix| Part::CommentBeginning(prefix)).collect();
-            // Rules without a record can only be found by an address, and GC has none.
+            // An index cannot find the beginning of a comment, so the chain is scanned. Rules
+            // without a record can only be found by an address, and GC has none.
             (filter.scan_rules(OWNERS, &parts, has_no_target)?, &[][..])
         }
     };
@@ -252,6 +253,9 @@ pub(super) fn purge(
     let (found, is_selected) = (records_among(&found_rules), selection.selector(owner::NAME));
     let records: Vec<_> = found.iter().filter(|record| is_selected(&record.owned.owner)).collect();
     let mut edit = Edit::new();
+    // Without a record to remove, only DEL removes accepting rules, and for DEL
+    // `accepted_for_others` returns nothing. The call is left out, because for GC it reads libcni's
+    // cached results.
     let kept = if records.is_empty() { Vec::new() } else { accepted_for_others() };
     let removal = Removal { records: &records, unrecorded_addresses, accepted_for_others: &kept, ..Removal::default() };
     removal.add_to(&mut edit, filter)?;

@@ -194,7 +194,8 @@ fn plan_jumps(request: &FamilyRequest<'_>, existing: &[&Rule], claims_of_others:
 }
 
 /// Returns the rules of [`DNAT`] for a claimed port and those that jump to the container's chain.
-/// The result can contain some other rules too.
+/// The result can contain some other rules too. An index is also trusted where the ADD appends no
+/// rule: otherwise each new port would make it read the whole chain.
 fn candidate_jumps(nat: &mut Chains<'_>, request: &FamilyRequest<'_>) -> Result<Vec<Rule>> {
     let ports: Vec<u16> = request.claims.iter().map(|claim| claim.host_port).collect();
     let chain = shape::chain_name(&request.wanted.attachment);

@@ -98,8 +98,8 @@ pub(super) fn shared_rules(wanted: &Forwarding) -> Vec<(&'static str, RuleWords)
 pub(crate) fn comment(attachment: &AttachmentId) -> String {
     let mut comment = format!("dnat name: \"{}\" id: \"{}\"", attachment.network, attachment.container_id);
     if comment.len() > COMMENT_MAX {
-        // Go cuts the comment to 256 bytes, of which the last three are `...`. The kernel stores
-        // 255 of them, and Go's CHECK compares with these.
+        // From a comment of more than 255 bytes, Go keeps 253 and appends `...`. The kernel stores
+        // only 255 of the 256 bytes, and Go's CHECK compares with these. The names are ASCII.
         comment = comment.chars().take(COMMENT_MAX - 2).collect::<String>() + "..";
     }
     comment

@@ -162,9 +162,9 @@ impl ContainerRule {
 }
 
 /// Reads the rules of containers in one family that have one of these keys; other rules can be
-/// among them. `chains` are the chains that exist; [`HOSTIP_HOSTPORTS`] may be left out. To the
-/// chains `extended` the caller appends the rules that it does not find, so an index of these
-/// chains is enough; see [`Search`].
+/// among them. `chains` are the chains that exist; [`HOSTIP_HOSTPORTS`] may be left out. `extended`
+/// names the chains to which the caller appends the rules that are not found. Only of these chains,
+/// an index that lacks a key is trusted ([`IfMissing::TrustIndex`]).
 pub(super) fn read_rules(
     nft: &mut Nft,
     family: Family,
@@ -199,7 +199,7 @@ pub(super) fn read_rules(
 /// can be among them, because the bytes of rules are searched. Uses no index: the kernel reports
 /// that an index lacks rules only to a caller that appends rules.
 pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Result<Vec<ContainerRule>> {
-    // Mostly the chain does not exist, which one request shows. A list is read twice.
+    // Mostly the chain does not exist, which one request shows.
     if nft.find_chain(shape::table(request.family), HOSTPORTS)?.is_none() {
         return Ok(Vec::new());
     }
@@ -209,7 +209,7 @@ pub(super) fn read_conflicting(nft: &mut Nft, request: &FamilyRequest<'_>) -> Re
 }
 
 /// Reads the rules of containers in one family for which `is_wanted` is true, given the bytes of a
-/// rule. This is one request.
+/// rule. This is one list of the table, not one for each chain.
 pub(super) fn read_rules_where(
     nft: &mut Nft,
     family: Family,

@@ -65,7 +65,8 @@ pub(super) fn ensure(store: &Store<'_>, search: &mut ConflictSearch<'_>, changed
     let program_mappings = ProgramMappings::uncompiled(wanted)?;
     let identity = Identity::new(&wanted.attachment);
     let host_link = search.find_host_link(&wanted.attachment)?;
-    // The chains to which `plan` appends rules.
+    // The chains to which `plan` appends rules, in a family with a mapped port. In another family
+    // their indexes are trusted too: otherwise each ADD would read the whole chain.
     let extended: &[&str] = if wanted.snat == Snat::No { &[HOSTPORTS] } else { &[HOSTPORTS, MASQUERADING] };
     let plan = |nft: &mut Nft, batch: &mut Batch| {
         search.begin(SearchedTables::Written);
