@@ -333,17 +333,21 @@ def scenario_kill_9_of_containerd_in_a_storm_of_fifty_and_two_runs_of_the_timer(
     before = len(left_of_attachments(node, in_use))
     # What cnitool knows of a reservation's age are whole seconds.
     time.sleep(1.1)
-    # The command of docs/cnitool.md, with a list in the place of crictl, which Debian does not
-    # have; nothing here is ten minutes old.
-    write("/tmp/pods", "".join(f"{each}/eth0\n" for each in kept))
-    timer = [f"{OURS}/cnitool", "gc", "--valid-from", "/tmp/pods", "--min-age", "0"]
-    sh(*timer, CNI_PATH=BIN)
+
+    def run_timer():
+        """The command of docs/cnitool.md, with a list in the place of crictl, which Debian does not have."""
+        write("/tmp/pods", "".join(f"{each}/eth0\n" for each in kept))
+        # Nothing here is ten minutes old.
+        sh(f"{OURS}/cnitool", "gc", "--valid-from", "/tmp/pods", "--min-age", "0", CNI_PATH=BIN)
+
+    run_timer()
     left = left_of_attachments(node, in_use)
     expect([line for line in left if not line.startswith("link ")][:5], [], "left by the timer's command")
     # A plugin that was killed while the kernel created its link has looked nothing up in the link's
-    # folder of sysctls, so the first run could not know the link's age. Its own look-up counts.
+    # folder of sysctls, so the first run could not know the link's age. Its own look-up counts for
+    # a run with a newer list.
     time.sleep(1.1)
-    sh(*timer, CNI_PATH=BIN)
+    run_timer()
     expect(left_of_attachments(node, in_use)[:5], [], "left by its second run")
     runtime.start()
     for number, identifier in enumerate(kept):
