@@ -173,7 +173,7 @@ impl Index {
     }
 
     /// Brings the index to the state after a transaction, and writes the file; removes the file if
-    /// the chain is no longer long. `reported` are the appended rules that the kernel has reported.
+    /// the chain has become short. `reported` are the appended rules that the kernel has reported.
     ///
     /// Also removes the file if the state is not known: the kernel has not reported an appended
     /// rule, a rule follows the last appended one, or the transaction has changed the rules in
@@ -328,7 +328,7 @@ impl Nft {
     }
 
     /// Returns the chain's rules with one of these keys by an index that was used since the last
-    /// transaction. `None` if there is no such index, if the index names a rule that does not
+    /// transaction. `None` if no index was used, if the index names a rule that does not
     /// exist, or if it lacks a key and `must_have_all` is true. In the last two cases, the index is
     /// not used any more.
     pub(crate) fn rules_by_used_index(
@@ -404,8 +404,8 @@ impl Nft {
     }
 }
 
-/// Reads a file that only this process's user or root can have written; `None` if there is no such
-/// file, if it is larger than [`FILE_MAX`], or if it cannot be read.
+/// Reads a file that only this process's user or root can have written; `None` if the file does not
+/// exist, is larger than [`FILE_MAX`], or cannot be read.
 fn read_private(path: &Path) -> Option<Vec<u8>> {
     // A symbolic link is refused, and opening a FIFO does not wait for a writer.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
